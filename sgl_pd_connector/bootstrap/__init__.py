@@ -1,0 +1,1 @@
+"""The registry where prefill and decode instances find each other."""

@@ -1,0 +1,1 @@
+"""Device code: gather and scatter between paged pools and packed buffers."""

@@ -1,0 +1,1 @@
+"""For tests, demos and benchmarks only: CPU emulation, tiny checkpoints, processes to run real engines."""

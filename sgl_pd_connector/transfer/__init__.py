@@ -1,0 +1,1 @@
+"""The data plane: engine, side channel, sender, receiver, manager."""

@@ -1,0 +1,1 @@
+"""The adapter to vLLM on tpu-inference."""
