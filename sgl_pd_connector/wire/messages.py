@@ -111,7 +111,7 @@ def decode(frame: bytes) -> Message:
     if len(frame) > MAX_FRAME:
         raise ProtocolError(f"frame of {len(frame)} bytes; at most {MAX_FRAME} are accepted")
     try:
-        raw = msgpack.unpackb(frame, strict_map_key=False, max_buffer_size=MAX_FRAME)
+        raw = msgpack.unpackb(frame, strict_map_key=False)
     except Exception as error:  # noqa: BLE001 - msgpack raises many kinds for junk, UnicodeDecodeError and StackError included
         raise ProtocolError(f"not MessagePack: {error}") from None
     try:

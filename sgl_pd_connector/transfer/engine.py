@@ -1,0 +1,128 @@
+"""`JaxTransferKVEngine`: the transport over `jax.experimental.transfer`.
+
+That module is experimental. It has no cancel, reports no failure of a peer, and aborts the process when the two sides'
+channel counts or address families differ. What is measured about it stands in docs/protocol.md; what follows from it
+stands here, next to each line that exists because of it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import transfer
+
+from sgl_pd_connector.errors import ConfigError
+from sgl_pd_connector.transfer.transport import Peer
+from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.messages import MAX_UUID
+
+logger = logging.getLogger(__name__)
+
+PARALLEL_COPIES = 8
+# The native expiry counts whole seconds, rounded down.
+MIN_LIFETIME = 2.0
+
+
+def new_uuid() -> int:
+    """A number that cannot be guessed: knowing it is all it takes to fetch the data."""
+    return secrets.randbelow(MAX_UUID) + 1
+
+
+class JaxLink:
+    """A connection to one peer."""
+
+    def __init__(self, connection: transfer.TransferConnection) -> None:
+        self.connection = connection
+
+    def pull(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        return list(self.connection.pull(uuid, list(specs)))
+
+
+class JaxTransferKVEngine:
+    """One native server for offers (P), one native server per peer for pulls (D).
+
+    Owner of all native objects of the process. `register`, `release` and `sweep` are called by P's channel thread,
+    `link` and `evict` by D's pull thread; the lock guards the table of links against `close`.
+    """
+
+    def __init__(self, *, host: str, port: int, channels: int, transfer_size: int, serve: bool) -> None:
+        """Starts the native server if ``serve``.
+
+        Args:
+            host: numeric address to bind; a name would silently become 0.0.0.0.
+            port: 0 takes a free one. Two processes can bind the same port here and share its connections at random,
+                so a fixed one must really be free.
+            channels: TCP connections per peer; equal on both sides, or the native code aborts.
+            transfer_size: bytes per message; equal on both sides, or pulls hang.
+        """
+        self._host = host
+        self._channels = channels
+        self._transfer_size = transfer_size
+        self._client = jax.local_devices()[0].client
+        self._lock = threading.Lock()
+        self._links: dict[Peer, JaxLink] = {}
+        # Deleting a server whose peer is stalled freezes the process, GIL held, until the peer resumes: never delete.
+        self._peer_servers: dict[str, transfer.TransferServer] = {}
+        self._server: transfer.TransferServer | None = None
+        self.transfer_addr = ""
+        if serve:
+            self._server = self._start_server(port)
+            bound = Address.parse(self._server.address(), setting="the native transfer server's address")
+            self.transfer_addr = str(Address.of(host, bound.port, setting="host"))
+
+    def _start_server(self, port: int) -> transfer.TransferServer:
+        address = str(Address.of(self._host, port, setting="host"))
+        # Without explicit transport addresses the process aborts when a peer connects.
+        data = [str(Address.of(self._host, 0, setting="host"))] * self._channels
+        try:
+            return transfer.start_transfer_server(
+                self._client,
+                address,
+                data,
+                max_num_parallel_copies=PARALLEL_COPIES,
+                transfer_size=self._transfer_size,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"cannot start the transfer server on {address}: {error}; see settings host and transfer_port"
+            ) from error
+
+    def register(self, uuid: int, buffers: Sequence[jax.Array], lifetime: float) -> None:
+        assert self._server is not None, "this process does not serve"
+        expiry = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=max(lifetime, MIN_LIFETIME))
+        self._server.await_pull(uuid, list(buffers), timeout=expiry)
+
+    def release(self, uuid: int) -> None:
+        # An offer owns its buffers whatever Python drops. Offering nothing in its place frees them at once, and a late
+        # pull then gets an error instead of hanging.
+        assert self._server is not None, "this process does not serve"
+        self._server.await_pull(uuid, [])
+
+    def sweep(self) -> None:
+        # Expiry happens only when the server next handles an offer or a pull: so offer nothing, once in a while.
+        if self._server is not None:
+            self._server.await_pull(new_uuid(), [])
+
+    def link(self, peer: Peer) -> JaxLink:
+        with self._lock:
+            link = self._links.get(peer)
+            if link is None:
+                server = self._peer_servers.get(peer.instance_id)
+                if server is None:
+                    # A stalled peer wedges every pull of the server it is connected to: one server per peer.
+                    server = self._peer_servers[peer.instance_id] = self._start_server(0)
+                link = self._links[peer] = JaxLink(server.connect(peer.transfer_addr))
+            return link
+
+    def evict(self, peer: Peer) -> None:
+        with self._lock:
+            link = self._links.pop(peer, None)
+        if link is not None:
+            logger.info("dropping the connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr)
+            # Poisoned, it fails every pull still pending on it; it must not be kept after that, or P is wedged.
+            link.connection._poison_connection()

@@ -1,0 +1,331 @@
+"""P's half of the side channel, without I/O: which rooms exist, who asked for them, what is offered.
+
+`OfferTable` takes messages, commands and the time, and returns what to do. One thread drives it (`prefill_channel`).
+
+An offer meets a decode instance when a SUBSCRIBE names its room and prompt. Only then are its buffers registered with
+the transport, under fresh uuids: a request whose D never comes never touches the native server, and dropping it is
+dropping a Python reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sgl_pd_connector.base import KVPoll
+from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError, TransferTimeoutError
+from sgl_pd_connector.transfer.lifecycle import Lifecycle
+from sgl_pd_connector.wire import messages as msg
+from sgl_pd_connector.wire.chunks import Chunk
+from sgl_pd_connector.wire.rooms import RoomKey
+
+MAX_SUBSCRIPTIONS = 65_536
+"""Rooms that D may ask for ahead of P's own request. Beyond it D is told to wait and asks again."""
+
+
+class PackedChunk(NamedTuple):
+    """A chunk and its gathered buffers (arrays of the transport; opaque here)."""
+
+    chunk: Chunk
+    buffers: Sequence[Any]
+
+
+@dataclass
+class Offer:
+    """One sender's side of a transfer.
+
+    Attributes:
+        packed: the copy, once the engine sent it; None before, and again when the offer is over.
+        packed_bytes: its size, held in P's budget.
+        attempt: D's attempt that claimed this offer, or None.
+        peer: where to answer that D (opaque).
+        uuids: what `packed` is registered under, in order; empty while it is not.
+        heard: when that D was last heard of.
+    """
+
+    key: RoomKey
+    num_tokens: int
+    life: Lifecycle
+    packed: Sequence[PackedChunk] | None = None
+    packed_bytes: int = 0
+    packed_at: float = 0.0
+    attempt: int | None = None
+    peer: Any = None
+    peer_name: str = ""
+    uuids: list[int] = field(default_factory=list)
+    heard: float = 0.0
+
+
+class Reply(NamedTuple):
+    """Send a message to a D."""
+
+    peer: Any
+    message: msg.Message
+
+
+class Register(NamedTuple):
+    """Register each packed chunk of the offer under its uuid."""
+
+    offer: Offer
+
+
+class Release(NamedTuple):
+    """The offer is over: take back its uuids and give its bytes back to the budget."""
+
+    uuids: Sequence[int]
+    packed_bytes: int
+
+
+Action = Reply | Register | Release
+
+
+@dataclass
+class _Subscription:
+    """A D that asked for a room before P's engine had the request."""
+
+    peer: Any
+    peer_name: str
+    heard: float
+
+
+class Timeouts(NamedTuple):
+    """Seconds; the fields are settings of the same name."""
+
+    lease: float
+    prefill_timeout: float
+    transfer_timeout: float
+
+
+class OfferTable:
+    """All offers of a prefill instance. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        *,
+        timeouts: Timeouts,
+        layout_digest: str,
+        ready: Callable[[Offer, Sequence[int]], msg.Ready],
+        new_uuid: Callable[[], int],
+    ) -> None:
+        """
+        Args:
+            timeouts: deadlines of the states.
+            layout_digest: what a D must have too.
+            ready: makes the READY for an offer from the uuids of its chunks.
+            new_uuid: source of unguessable numbers.
+        """
+        self._timeouts = timeouts
+        self._layout_digest = layout_digest
+        self._ready = ready
+        self._new_uuid = new_uuid
+        self._by_key: dict[RoomKey, list[Offer]] = {}
+        self._by_attempt: dict[int, Offer] = {}
+        self._prompts_in_room: dict[int, int] = {}
+        self._waiting: dict[RoomKey, dict[int, _Subscription]] = {}
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes registered with the transport now."""
+        return sum(offer.packed_bytes for offer in self._by_attempt.values() if offer.uuids)
+
+    # Commands of the engine.
+
+    def add(self, offer: Offer, now: float) -> list[Action]:
+        """A new request. A D that asked for its room already is met at once."""
+        self._by_key.setdefault(offer.key, []).append(offer)
+        self._prompts_in_room[offer.key.room] = self._prompts_in_room.get(offer.key.room, 0) + 1
+        waiting = self._waiting.get(offer.key)
+        if not waiting:
+            return []
+        attempt = next(iter(waiting))
+        subscription = self._drop_subscription(offer.key, attempt)
+        assert subscription is not None
+        return self._claim(offer, attempt, subscription.peer, subscription.peer_name, now)
+
+    def packed(self, offer: Offer, packed: Sequence[PackedChunk], packed_bytes: int, now: float) -> list[Action]:
+        """The prompt is prefilled and copied out."""
+        if offer.life.is_final:
+            return [Release((), packed_bytes)]
+        offer.packed, offer.packed_bytes, offer.packed_at = packed, packed_bytes, now
+        return self._offer_now(offer, now)
+
+    def abort(self, offer: Offer, reason: str, now: float) -> list[Action]:
+        """The engine gave the request up."""
+        return self._end(offer, TransferAbortedError(reason), now)
+
+    # What peers say.
+
+    def on_message(self, peer: Any, message: msg.Message, now: float) -> list[Action]:
+        """Messages that P does not expect, or about attempts that are over, change nothing."""
+        match message:
+            case msg.Subscribe():
+                return self._on_subscribe(peer, message, now)
+            case msg.Done():
+                offer = self._by_attempt.get(message.attempt)
+                if offer is None or not offer.uuids:
+                    return []
+                offer.life.advance(KVPoll.Success, now)
+                return self._forget(offer)
+            case msg.Failed() | msg.Abort():
+                offer = self._by_attempt.get(message.attempt)
+                if offer is not None:
+                    said = "failed" if isinstance(message, msg.Failed) else "gave up"
+                    text = f"{offer.peer_name} {said}: {message.reason}"
+                    kind = TransferError if isinstance(message, msg.Failed) else TransferAbortedError
+                    return self._end(offer, kind(text), now, tell_peer=False)
+                for key in [key for key in self._waiting if key.room == message.room]:
+                    self._drop_subscription(key, message.attempt)
+                return []
+            case _:
+                return []
+
+    def _on_subscribe(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
+        if message.version != msg.PROTOCOL_VERSION:
+            reason = f"protocol version {message.version} is not spoken here: this prefill instance has {msg.PROTOCOL_VERSION}"
+            return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=reason))]
+        if message.layout_digest != self._layout_digest:
+            reason = (
+                f"KV layout digest {message.layout_digest} of decode instance {message.instance_id} differs from "
+                f"{self._layout_digest} of this prefill instance: model, dtype, page size and sharding must be equal"
+            )
+            return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=reason))]
+        name = f"decode instance {message.instance_id}"
+        offer = self._by_attempt.get(message.attempt)
+        if offer is not None:
+            offer.heard, offer.peer = now, peer
+            if offer.uuids:
+                return [Reply(peer, self._ready(offer, offer.uuids))]
+            return [self._wait(message, "yes", peer)]
+        key = RoomKey(message.room, message.prompt)
+        for offer in self._by_key.get(key, ()):
+            if offer.attempt is None:
+                self._drop_subscription(key, message.attempt)
+                return self._claim(offer, message.attempt, peer, name, now)
+        waiting = self._waiting.setdefault(key, {})
+        if message.attempt in waiting:
+            waiting[message.attempt] = _Subscription(peer, name, now)
+        elif self._num_waiting < MAX_SUBSCRIPTIONS:
+            waiting[message.attempt] = _Subscription(peer, name, now)
+            self._num_waiting += 1
+        elif not waiting:
+            del self._waiting[key]
+        known = "other_prompt" if self._prompts_in_room.get(message.room) else "no"
+        return [self._wait(message, known, peer)]
+
+    @staticmethod
+    def _wait(message: msg.Subscribe, known: Any, peer: Any) -> Reply:
+        return Reply(peer, msg.Wait(room=message.room, attempt=message.attempt, known=known))
+
+    # Time.
+
+    def tick(self, now: float) -> list[Action]:
+        """Ends what has outlived its deadline. O(offers); called a few times a second."""
+        actions: list[Action] = []
+        for offer in list(self._offers()):
+            error = self._overdue(offer, now)
+            if error is not None:
+                actions += self._end(offer, error, now)
+        stale = [
+            (key, attempt)
+            for key, waiting in self._waiting.items()
+            for attempt, subscription in waiting.items()
+            if now - subscription.heard > self._timeouts.lease
+        ]
+        for key, attempt in stale:
+            self._drop_subscription(key, attempt)
+        return actions
+
+    def _overdue(self, offer: Offer, now: float) -> PDError | None:
+        limits = self._timeouts
+        room = f"room {offer.key.room}"
+        if offer.attempt is not None and now - offer.heard > limits.lease:
+            return TransferTimeoutError(
+                f"{room}: {offer.peer_name} was not heard for {now - offer.heard:.1f} s (setting lease = {limits.lease:g} s)"
+            )
+        if offer.packed is None:
+            waited = now - offer.life.entered[KVPoll.Bootstrapping]
+            if waited > limits.prefill_timeout:
+                return TransferTimeoutError(
+                    f"{room}: not prefilled after {waited:.1f} s (setting prefill_timeout = {limits.prefill_timeout:g} s)"
+                )
+        elif offer.attempt is None and now - offer.packed_at > limits.lease:
+            return TransferTimeoutError(
+                f"{room}: no decode instance asked for it within {now - offer.packed_at:.1f} s after prefill "
+                f"(setting lease = {limits.lease:g} s)"
+            )
+        return None
+
+    def close(self, reason: str, now: float) -> list[Action]:
+        """Ends everything: this instance stops."""
+        actions: list[Action] = []
+        for offer in list(self._offers()):
+            actions += self._end(offer, TransferAbortedError(reason), now)
+        for key, waiting in self._waiting.items():
+            for attempt, subscription in waiting.items():
+                actions.append(Reply(subscription.peer, msg.Abort(room=key.room, attempt=attempt, reason=reason)))
+        self._waiting.clear()
+        self._num_waiting = 0
+        return actions
+
+    # Steps shared by the above.
+
+    def _offers(self) -> Iterator[Offer]:
+        for offers in self._by_key.values():
+            yield from offers
+
+    def _claim(self, offer: Offer, attempt: int, peer: Any, name: str, now: float) -> list[Action]:
+        offer.attempt, offer.peer, offer.peer_name, offer.heard = attempt, peer, name, now
+        self._by_attempt[attempt] = offer
+        offer.life.advance(KVPoll.WaitingForInput, now)
+        if offer.packed is None:
+            return [Reply(peer, msg.Wait(room=offer.key.room, attempt=attempt, known="yes"))]
+        return self._offer_now(offer, now)
+
+    def _offer_now(self, offer: Offer, now: float) -> list[Action]:
+        """Registers and says READY, once both the copy and a D are there."""
+        if offer.attempt is None or offer.packed is None:
+            return []
+        offer.life.advance(KVPoll.Transferring, now)
+        offer.uuids = [self._new_uuid() for _ in offer.packed]
+        return [Register(offer), Reply(offer.peer, self._ready(offer, offer.uuids))]
+
+    def _end(self, offer: Offer, error: PDError, now: float, *, tell_peer: bool = True) -> list[Action]:
+        if not offer.life.fail(error, now):
+            return []
+        actions: list[Action] = []
+        if tell_peer and offer.attempt is not None:
+            kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
+            reason = str(error)[:2000]
+            actions.append(Reply(offer.peer, kind(room=offer.key.room, attempt=offer.attempt, reason=reason)))
+        return actions + self._forget(offer)
+
+    def _forget(self, offer: Offer) -> list[Action]:
+        offers = self._by_key[offer.key]
+        offers.remove(offer)
+        if not offers:
+            del self._by_key[offer.key]
+        room = offer.key.room
+        self._prompts_in_room[room] -= 1
+        if not self._prompts_in_room[room]:
+            del self._prompts_in_room[room]
+        if offer.attempt is not None:
+            del self._by_attempt[offer.attempt]
+        release = Release(tuple(offer.uuids), offer.packed_bytes)
+        offer.packed, offer.packed_bytes, offer.uuids = None, 0, []
+        return [release]
+
+    def _drop_subscription(self, key: RoomKey, attempt: int) -> _Subscription | None:
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            return None
+        subscription = waiting.pop(attempt, None)
+        if subscription is not None:
+            self._num_waiting -= 1
+        if not waiting:
+            del self._waiting[key]
+        return subscription

@@ -1,0 +1,50 @@
+"""What the data plane asks of a transport: offer buffers under a number, fetch them by it, let go.
+
+`jax.experimental.transfer` is the only one today (see `engine`). The interface is kept this small so that another can
+stand beside it: host memory over plain TCP, shared memory on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+
+
+class Peer(NamedTuple):
+    """A prefill instance's transfer server. A restarted instance has a new epoch and so is another peer."""
+
+    instance_id: str
+    epoch: int
+    transfer_addr: str
+
+
+class Link(Protocol):
+    """A connection to one peer."""
+
+    def pull(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """Starts fetching what the peer registered under ``uuid``; must not block.
+
+        The arrays become ready one by one. A failure is a ready array that raises when used; a peer that does not
+        answer leaves them not ready for ever: the caller keeps a clock.
+        """
+
+
+class Transport(Protocol):
+    """One per process."""
+
+    def register(self, uuid: int, buffers: Sequence[jax.Array], lifetime: float) -> None:
+        """Offers buffers to whoever knows ``uuid``, for at most ``lifetime`` seconds. Must not block."""
+
+    def release(self, uuid: int) -> None:
+        """Takes an offer back and lets its buffers go. Harmless if it was fetched already."""
+
+    def sweep(self) -> None:
+        """Makes expired offers go away; called about once a second."""
+
+    def link(self, peer: Peer) -> Link:
+        """The connection to a peer, made on first use."""
+
+    def evict(self, peer: Peer) -> None:
+        """Forgets the connection to a peer after an error on it; the next `link` makes a new one."""
