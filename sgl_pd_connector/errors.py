@@ -24,6 +24,10 @@ class IncompatiblePeerError(PDError):
     """The two sides do not lay out their KV cache, or run their transfer server, in the same way."""
 
 
+class RequestError(PDError):
+    """A request's PD fields cannot be used as they are: the client is to be answered 400."""
+
+
 class TransferError(PDError):
     """One request's transfer failed; the request can still be recomputed locally."""
 
