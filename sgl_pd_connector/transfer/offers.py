@@ -39,7 +39,7 @@ class Offer:
         packed: the copy, once the engine sent it; None before, and again when the offer is over.
         packed_bytes: its size, held in P's budget.
         attempt: D's attempt that claimed this offer, or None.
-        peer: where to answer that D (opaque).
+        peer: where to answer that D (opaque); `peer_name` is what to call it in messages.
         uuids: what `packed` is registered under, in order; empty while it is not.
         heard: when that D was last heard of.
     """
@@ -123,15 +123,11 @@ class OfferTable:
         self._by_attempt: dict[int, Offer] = {}
         self._prompts_in_room: dict[int, int] = {}
         self._waiting: dict[RoomKey, dict[int, _Subscription]] = {}
-        self._num_waiting = 0
+        self._waiting_key: dict[int, RoomKey] = {}
+        self.registered_bytes = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
-
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes registered with the transport now."""
-        return sum(offer.packed_bytes for offer in self._by_attempt.values() if offer.uuids)
 
     # Commands of the engine.
 
@@ -142,9 +138,8 @@ class OfferTable:
         waiting = self._waiting.get(offer.key)
         if not waiting:
             return []
-        attempt = next(iter(waiting))
-        subscription = self._drop_subscription(offer.key, attempt)
-        assert subscription is not None
+        attempt, subscription = next(iter(waiting.items()))
+        self._drop_subscription(attempt)
         return self._claim(offer, attempt, subscription.peer, subscription.peer_name, now)
 
     def packed(self, offer: Offer, packed: Sequence[PackedChunk], packed_bytes: int, now: float) -> list[Action]:
@@ -157,6 +152,10 @@ class OfferTable:
     def abort(self, offer: Offer, reason: str, now: float) -> list[Action]:
         """The engine gave the request up."""
         return self._end(offer, TransferAbortedError(reason), now)
+
+    def fail(self, offer: Offer, error: PDError, now: float) -> list[Action]:
+        """Something on this side went wrong."""
+        return self._end(offer, error, now)
 
     # What peers say.
 
@@ -178,8 +177,7 @@ class OfferTable:
                     text = f"{offer.peer_name} {said}: {message.reason}"
                     kind = TransferError if isinstance(message, msg.Failed) else TransferAbortedError
                     return self._end(offer, kind(text), now, tell_peer=False)
-                for key in [key for key in self._waiting if key.room == message.room]:
-                    self._drop_subscription(key, message.attempt)
+                self._drop_subscription(message.attempt)
                 return []
             case _:
                 return []
@@ -204,16 +202,12 @@ class OfferTable:
         key = RoomKey(message.room, message.prompt)
         for offer in self._by_key.get(key, ()):
             if offer.attempt is None:
-                self._drop_subscription(key, message.attempt)
+                self._drop_subscription(message.attempt)
                 return self._claim(offer, message.attempt, peer, name, now)
-        waiting = self._waiting.setdefault(key, {})
-        if message.attempt in waiting:
-            waiting[message.attempt] = _Subscription(peer, name, now)
-        elif self._num_waiting < MAX_SUBSCRIPTIONS:
-            waiting[message.attempt] = _Subscription(peer, name, now)
-            self._num_waiting += 1
-        elif not waiting:
-            del self._waiting[key]
+        self._drop_subscription(message.attempt)
+        if len(self._waiting_key) < MAX_SUBSCRIPTIONS:
+            self._waiting.setdefault(key, {})[message.attempt] = _Subscription(peer, name, now)
+            self._waiting_key[message.attempt] = key
         known = "other_prompt" if self._prompts_in_room.get(message.room) else "no"
         return [self._wait(message, known, peer)]
 
@@ -231,13 +225,13 @@ class OfferTable:
             if error is not None:
                 actions += self._end(offer, error, now)
         stale = [
-            (key, attempt)
-            for key, waiting in self._waiting.items()
+            attempt
+            for waiting in self._waiting.values()
             for attempt, subscription in waiting.items()
             if now - subscription.heard > self._timeouts.lease
         ]
-        for key, attempt in stale:
-            self._drop_subscription(key, attempt)
+        for attempt in stale:
+            self._drop_subscription(attempt)
         return actions
 
     def _overdue(self, offer: Offer, now: float) -> PDError | None:
@@ -269,7 +263,7 @@ class OfferTable:
             for attempt, subscription in waiting.items():
                 actions.append(Reply(subscription.peer, msg.Abort(room=key.room, attempt=attempt, reason=reason)))
         self._waiting.clear()
-        self._num_waiting = 0
+        self._waiting_key.clear()
         return actions
 
     # Steps shared by the above.
@@ -292,6 +286,7 @@ class OfferTable:
             return []
         offer.life.advance(KVPoll.Transferring, now)
         offer.uuids = [self._new_uuid() for _ in offer.packed]
+        self.registered_bytes += offer.packed_bytes
         return [Register(offer), Reply(offer.peer, self._ready(offer, offer.uuids))]
 
     def _end(self, offer: Offer, error: PDError, now: float, *, tell_peer: bool = True) -> list[Action]:
@@ -315,17 +310,16 @@ class OfferTable:
             del self._prompts_in_room[room]
         if offer.attempt is not None:
             del self._by_attempt[offer.attempt]
+        if offer.uuids:
+            self.registered_bytes -= offer.packed_bytes
         release = Release(tuple(offer.uuids), offer.packed_bytes)
         offer.packed, offer.packed_bytes, offer.uuids = None, 0, []
         return [release]
 
-    def _drop_subscription(self, key: RoomKey, attempt: int) -> _Subscription | None:
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            return None
-        subscription = waiting.pop(attempt, None)
-        if subscription is not None:
-            self._num_waiting -= 1
-        if not waiting:
-            del self._waiting[key]
-        return subscription
+    def _drop_subscription(self, attempt: int) -> None:
+        key = self._waiting_key.pop(attempt, None)
+        if key is not None:
+            waiting = self._waiting[key]
+            del waiting[attempt]
+            if not waiting:
+                del self._waiting[key]

@@ -1,0 +1,188 @@
+"""P's side channel: the thread that drives the `OfferTable` with a ROUTER socket and a clock.
+
+The thread owns the table, the socket and every call that registers or releases buffers. Other threads only queue
+commands for it, so nothing here needs a lock and the engine's thread never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from sgl_pd_connector.errors import ConfigError, PDError, ProtocolError
+from sgl_pd_connector.transfer.budget import ByteBudget
+from sgl_pd_connector.transfer.offers import Action, Offer, OfferTable, PackedChunk, Register, Release, Reply
+from sgl_pd_connector.transfer.transport import Transport
+from sgl_pd_connector.transfer.wakeup import CommandQueue
+from sgl_pd_connector.wire import messages as msg
+from sgl_pd_connector.wire.address import Address
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.1
+SWEEP = 1.0
+# Frames waiting for one slow or dead D. Beyond it they are dropped: every message is repeated on demand.
+SEND_QUEUE = 1000
+LINGER_MS = 500
+
+
+class PrefillChannel:
+    """Serves the side channel of one prefill instance."""
+
+    def __init__(
+        self,
+        table: OfferTable,
+        *,
+        transport: Transport,
+        budget: ByteBudget,
+        address: Address,
+        offer_lifetime: float,
+    ) -> None:
+        """Binds at once, so that a port in use is the caller's error.
+
+        Args:
+            table: handed over: from now on only this thread touches it.
+            transport: where packed chunks are registered.
+            budget: gets the bytes of ended offers back.
+            address: numeric host and port to bind; port 0 takes a free one.
+            offer_lifetime: seconds after which the transport may drop a registration by itself.
+        """
+        self._table = table
+        self._transport = transport
+        self._budget = budget
+        self._offer_lifetime = offer_lifetime
+        self._commands = CommandQueue()
+        self._stopping = False
+        self.bad_frames = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_FRAME)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        try:
+            self._socket.bind(address.url(scheme="tcp"))
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            self._context.term()
+            self._commands.close()
+            raise ConfigError(
+                f"cannot bind the side channel to {address}: {error}; see settings host and side_channel_port"
+            ) from error
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().removeprefix("tcp://")
+        self.zmq_addr = str(Address.of(address.host, Address.parse(endpoint, setting="host").port, setting="host"))
+        self._thread = threading.Thread(target=self._run, name="sgl-pd-prefill-channel", daemon=True)
+        self._thread.start()
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes registered with the transport now."""
+        return self._table.registered_bytes
+
+    @property
+    def num_offers(self) -> int:
+        """Requests that are not over."""
+        return len(self._table)
+
+    # Any thread.
+
+    def add(self, offer: Offer) -> None:
+        self._commands.put(lambda: self._execute(self._table.add(offer, time.monotonic())))
+
+    def packed(self, offer: Offer, packed: Sequence[PackedChunk], packed_bytes: int) -> None:
+        self._commands.put(
+            lambda: self._execute(self._table.packed(offer, packed, packed_bytes, time.monotonic()))
+        )
+
+    def abort(self, offer: Offer, reason: str) -> None:
+        self._commands.put(lambda: self._execute(self._table.abort(offer, reason, time.monotonic())))
+
+    def close(self) -> None:
+        """Aborts every offer, tells the peers and ends the thread."""
+        if not self._stopping:
+            self._stopping = True
+            self._commands.put(lambda: None)
+            self._thread.join()
+            self._commands.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._commands.fd, zmq.POLLIN)
+        next_sweep = 0.0
+        next_tick = 0.0
+        while not self._stopping:
+            try:
+                poller.poll(TICK * 1000)
+                for command in self._commands.drain():
+                    command()
+                self._receive()
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK
+                    self._execute(self._table.tick(now))
+                if now >= next_sweep:
+                    next_sweep = now + SWEEP
+                    self._transport.sweep()
+            except Exception:
+                # Nothing a peer sends or one request does may end the service of all the others.
+                logger.exception("prefill side channel: unexpected error; going on")
+        for command in self._commands.drain():
+            command()
+        self._execute(self._table.close("this prefill instance is stopping", time.monotonic()))
+        self._socket.close(LINGER_MS)
+        self._context.term()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 2:
+                    raise ProtocolError(f"{len(frames) - 1} frames where one is expected")
+                message = msg.decode(frames[1])
+            except ProtocolError as error:
+                self.bad_frames += 1
+                logger.warning("prefill side channel: ignoring a bad frame: %s", error)
+                continue
+            self._execute(self._table.on_message(frames[0], message, time.monotonic()))
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Reply():
+                    self._reply(action.peer, action.message)
+                case Register():
+                    if not self._register(action.offer):
+                        return
+                case Release():
+                    for uuid in action.uuids:
+                        self._transport.release(uuid)
+                    self._budget.give(action.packed_bytes)
+
+    def _register(self, offer: Offer) -> bool:
+        try:
+            for uuid, packed in zip(offer.uuids, offer.packed or (), strict=True):
+                self._transport.register(uuid, packed.buffers, self._offer_lifetime)
+        except Exception as error:
+            logger.exception("cannot register the packed copy of room %d", offer.key.room)
+            self._execute(
+                self._table.fail(offer, PDError(f"the transfer server refused it: {error}"), time.monotonic())
+            )
+            return False
+        return True
+
+    def _reply(self, peer: Any, message: msg.Message) -> None:
+        try:
+            self._socket.send_multipart([peer, msg.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("prefill side channel: %s for room %d not sent: %s", message.type, message.room, error)
