@@ -29,6 +29,8 @@ SWEEP = 1.0
 # Frames waiting for one slow or dead D. Beyond it they are dropped: every message is repeated on demand.
 SEND_QUEUE = 1000
 LINGER_MS = 500
+# Frames taken before deadlines are looked at again, so that a flood cannot hold them up.
+RECEIVE_BURST = 256
 
 
 class PrefillChannel:
@@ -141,7 +143,7 @@ class PrefillChannel:
         self._context.term()
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(RECEIVE_BURST):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

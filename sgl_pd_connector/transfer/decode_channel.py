@@ -1,0 +1,191 @@
+"""D's side channel: the thread that drives the `InterestTable` with DEALER sockets, look-ups and a clock.
+
+The thread owns the table and the sockets. Look-ups at the bootstrap server block, so they run in a small pool of their
+own and come back as commands. Other threads only queue commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import zmq
+
+from sgl_pd_connector.errors import BootstrapError, PDError, ProtocolError
+from sgl_pd_connector.transfer.interests import Action, Interest, InterestTable, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.wakeup import CommandQueue
+from sgl_pd_connector.wire import messages as msg
+
+logger = logging.getLogger(__name__)
+
+TICK = 0.1
+LOOKUP_THREADS = 4
+# A route found a moment ago is good enough for the next request: bursts ask the bootstrap server once.
+ROUTE_CACHE = 1.0
+# A socket that nobody used for so long belongs to a peer that is gone.
+SOCKET_IDLE = 120.0
+RECEIVE_BURST = 256
+SEND_QUEUE = 1000
+LINGER_MS = 500
+
+RouteLookup = Callable[[str], Sequence[PeerRoute]]
+"""Prefill instances registered at a bootstrap address and usable from here. May block; raises `PDError`."""
+
+
+@dataclass
+class _Line:
+    """A socket to one P."""
+
+    socket: zmq.Socket[bytes]
+    used: float
+
+
+class DecodeChannel:
+    """Speaks the side channel with every prefill instance of one decode instance."""
+
+    def __init__(self, table: InterestTable, *, look_up: RouteLookup) -> None:
+        """
+        Args:
+            table: handed over: from now on only this thread touches it.
+            look_up: asks a bootstrap server.
+        """
+        self._table = table
+        self._look_up = look_up
+        self._commands = CommandQueue()
+        self._stopping = False
+        self.bad_frames = 0
+        self._context = zmq.Context()
+        self._lines: dict[PeerRoute, _Line] = {}
+        self._routes: dict[str, tuple[float, Sequence[PeerRoute]]] = {}
+        self._poller = zmq.Poller()
+        self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="sgl-pd-lookup")
+        self._thread = threading.Thread(target=self._run, name="sgl-pd-decode-channel", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_interests(self) -> int:
+        """Requests that are not over."""
+        return len(self._table)
+
+    # Any thread.
+
+    def add(self, interest: Interest) -> None:
+        self._commands.put(lambda: self._execute(self._table.add(interest, time.monotonic())))
+
+    def over(self, interest: Interest) -> None:
+        """The interest's life has ended: P is told at once."""
+        self._commands.put(lambda: self._execute(self._table.over(interest, time.monotonic())))
+
+    def close(self) -> None:
+        """Sends what is queued and ends the threads. End the interests before."""
+        if not self._stopping:
+            self._stopping = True
+            self._commands.put(lambda: None)
+            self._thread.join()
+            self._lookups.shutdown(wait=True, cancel_futures=True)
+            self._commands.close()
+
+    # The thread.
+
+    def _run(self) -> None:
+        self._poller.register(self._commands.fd, zmq.POLLIN)
+        next_tick = 0.0
+        while not self._stopping:
+            try:
+                self._poller.poll(TICK * 1000)
+                for command in self._commands.drain():
+                    command()
+                for route, line in list(self._lines.items()):
+                    self._receive(route, line)
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK
+                    self._execute(self._table.tick(now))
+                    self._close_idle(now)
+            except Exception:
+                # Nothing a peer sends or one request does may end the service of all the others.
+                logger.exception("decode side channel: unexpected error; going on")
+        for command in self._commands.drain():
+            command()
+        for line in self._lines.values():
+            line.socket.close(LINGER_MS)
+        self._lines.clear()
+        self._context.term()
+
+    def _receive(self, route: PeerRoute, line: _Line) -> None:
+        for _ in range(RECEIVE_BURST):
+            try:
+                frames = line.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames where one is expected")
+                message = msg.decode(frames[0])
+            except ProtocolError as error:
+                self.bad_frames += 1
+                logger.warning("decode side channel: ignoring a bad frame from %s: %s", route.zmq_addr, error)
+                continue
+            line.used = time.monotonic()
+            self._execute(self._table.on_message(route, message, line.used))
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case LookUp():
+                    self._start_lookup(action.interest)
+                case Send():
+                    self._send(action.route, action.message)
+
+    def _start_lookup(self, interest: Interest) -> None:
+        cached = self._routes.get(interest.bootstrap_addr)
+        if cached is not None and time.monotonic() - cached[0] < ROUTE_CACHE:
+            self._execute(self._table.found(interest, cached[1], time.monotonic()))
+        elif not self._stopping:
+            self._lookups.submit(self._lookup, interest)
+
+    def _lookup(self, interest: Interest) -> None:
+        """On a look-up thread: asks, and queues the answer."""
+        try:
+            routes = self._look_up(interest.bootstrap_addr)
+        except Exception as error:
+            problem = error if isinstance(error, PDError) else BootstrapError(f"look-up failed: {error!r}")
+            self._commands.put(
+                lambda: self._execute(self._table.not_found(interest, problem, time.monotonic()))
+            )
+        else:
+            self._commands.put(lambda: self._found(interest, routes))
+
+    def _found(self, interest: Interest, routes: Sequence[PeerRoute]) -> None:
+        now = time.monotonic()
+        if routes:
+            self._routes[interest.bootstrap_addr] = (now, routes)
+        self._execute(self._table.found(interest, routes, now))
+
+    def _send(self, route: PeerRoute, message: msg.Message) -> None:
+        line = self._lines.get(route)
+        if line is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_FRAME)
+            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            socket.connect(f"tcp://{route.zmq_addr}")
+            self._poller.register(socket, zmq.POLLIN)
+            line = self._lines[route] = _Line(socket, time.monotonic())
+        line.used = time.monotonic()
+        try:
+            line.socket.send(msg.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("decode side channel: %s to %s not sent: %s", message.type, route.zmq_addr, error)
+
+    def _close_idle(self, now: float) -> None:
+        for route in [route for route, line in self._lines.items() if now - line.used > SOCKET_IDLE]:
+            line = self._lines.pop(route)
+            self._poller.unregister(line.socket)
+            line.socket.close(0)
+        for addr in [addr for addr, (at, _) in self._routes.items() if now - at > ROUTE_CACHE]:
+            del self._routes[addr]

@@ -1,0 +1,296 @@
+"""D's half of the side channel, without I/O: which rooms are wanted, from whom, and what has been heard.
+
+`InterestTable` takes messages, look-up results, commands and the time, and returns what to do. One thread drives it
+(`decode_channel`).
+
+A bootstrap address may be shared by several prefill instances, and the router says only the address. So D asks all of
+them for the room; the one that answers READY is taken and the others are told to forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sgl_pd_connector.base import KVPoll
+from sgl_pd_connector.errors import (
+    BootstrapError,
+    IncompatiblePeerError,
+    PDError,
+    TransferAbortedError,
+    TransferError,
+    TransferTimeoutError,
+)
+from sgl_pd_connector.transfer.lifecycle import Lifecycle
+from sgl_pd_connector.transfer.transport import Peer
+from sgl_pd_connector.wire import messages as msg
+from sgl_pd_connector.wire.rooms import RoomKey
+
+RESUBSCRIBE = 1.0
+"""Seconds between repetitions of SUBSCRIBE: D's sign of life, and the remedy for lost messages."""
+
+LOOKUP_RETRY = 0.5
+"""Seconds between look-ups while no prefill instance is registered."""
+
+
+class PeerRoute(NamedTuple):
+    """A prefill instance as the bootstrap server describes it."""
+
+    peer: Peer
+    zmq_addr: str
+
+
+@dataclass
+class Interest:
+    """One receiver's side of the channel.
+
+    Attributes:
+        ready: the plan, once P said READY.
+        source: the P that did.
+        asked: the instances asked, and when each was last heard (None: never).
+        known: what they last said of the room.
+    """
+
+    key: RoomKey
+    num_tokens: int | None
+    bootstrap_addr: str
+    attempt: int
+    life: Lifecycle
+    ready: msg.Ready | None = None
+    source: PeerRoute | None = None
+    asked: dict[PeerRoute, float | None] = field(default_factory=dict)
+    asked_at: float = 0.0
+    known: str = "no"
+    known_at: float | None = None
+    looked_up_at: float = 0.0
+    lookup_pending: bool = False
+    lookup_error: PDError | None = None
+    next_subscribe: float = 0.0
+
+
+class LookUp(NamedTuple):
+    """Ask the bootstrap server of this interest for prefill instances; answer with `found` or `not_found`."""
+
+    interest: Interest
+
+
+class Send(NamedTuple):
+    """Send a message to a P."""
+
+    route: PeerRoute
+    message: msg.Message
+
+
+class Timeouts(NamedTuple):
+    """Seconds; the fields are settings of the same name."""
+
+    bootstrap_timeout: float
+    peer_timeout: float
+    prefill_timeout: float
+    transfer_timeout: float
+
+
+Action = LookUp | Send
+
+
+class InterestTable:
+    """All interests of a decode instance. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self,
+        *,
+        timeouts: Timeouts,
+        instance_id: str,
+        layout_digest: str,
+        check: Callable[[Interest, msg.Ready], None],
+    ) -> None:
+        """
+        Args:
+            timeouts: deadlines of the states.
+            instance_id: how this D introduces itself.
+            layout_digest: of this D's KV layout.
+            check: raises `PDError` for a READY that does not fit the interest or this D.
+        """
+        self._timeouts = timeouts
+        self._instance_id = instance_id
+        self._layout_digest = layout_digest
+        self._check = check
+        self._by_attempt: dict[int, Interest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_attempt)
+
+    # Commands.
+
+    def add(self, interest: Interest, now: float) -> list[Action]:
+        """A request that wants a room."""
+        self._by_attempt[interest.attempt] = interest
+        return self._look_up(interest, now)
+
+    def over(self, interest: Interest, now: float) -> list[Action]:
+        """The life has ended, by whoever did it: tells P, once. Later calls do nothing."""
+        if self._by_attempt.pop(interest.attempt, None) is None:
+            return []
+        key, life = interest.key, interest.life
+        routes = [interest.source] if interest.source is not None else list(interest.asked)
+        message: msg.Message
+        if life.state is KVPoll.Success:
+            message = msg.Done(room=key.room, attempt=interest.attempt)
+        else:
+            error = life.failure_exception()
+            kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
+            message = kind(room=key.room, attempt=interest.attempt, reason=str(error)[:2000])
+        return [Send(route, message) for route in routes]
+
+    # What comes back.
+
+    def found(self, interest: Interest, routes: Sequence[PeerRoute], now: float) -> list[Action]:
+        """The bootstrap server's answer: the prefill instances registered there that this D can use."""
+        interest.lookup_pending = False
+        interest.looked_up_at = now
+        if interest.attempt not in self._by_attempt:
+            return []
+        interest.lookup_error = None
+        new = [route for route in routes if route not in interest.asked]
+        if not interest.asked and new:
+            interest.asked_at = now
+        interest.asked |= dict.fromkeys(new)
+        interest.next_subscribe = now + RESUBSCRIBE
+        return [Send(route, self._subscribe(interest)) for route in new]
+
+    def not_found(self, interest: Interest, error: PDError, now: float) -> list[Action]:
+        """The look-up failed. Wrong for good (`IncompatiblePeerError`) ends the interest, the rest is retried."""
+        interest.lookup_pending = False
+        interest.looked_up_at = now
+        interest.lookup_error = error
+        if isinstance(error, BootstrapError):
+            return []
+        return self._fail(interest, error, now)
+
+    def on_message(self, route: PeerRoute, message: msg.Message, now: float) -> list[Action]:
+        """What a P says. Anything about attempts that are over, or from the wrong P, changes nothing."""
+        interest = self._by_attempt.get(message.attempt)
+        if interest is None or route not in interest.asked or message.room != interest.key.room:
+            return []
+        interest.asked[route] = now
+        match message:
+            case msg.Wait():
+                interest.known = message.known
+                if message.known == "yes":
+                    interest.known_at = now
+                return []
+            case msg.Ready():
+                return self._on_ready(interest, route, message, now)
+            case msg.Failed() | msg.Abort():
+                text = f"prefill instance {route.peer.instance_id} reports: {message.reason}"
+                kind = TransferAbortedError if isinstance(message, msg.Abort) else TransferError
+                return self._fail(interest, kind(text), now)
+            case _:
+                return []
+
+    def _on_ready(self, interest: Interest, route: PeerRoute, ready: msg.Ready, now: float) -> list[Action]:
+        if interest.ready is not None:
+            return []
+        try:
+            self._check(interest, ready)
+        except PDError as error:
+            return self._fail(interest, error, now)
+        interest.source = route
+        interest.ready = ready
+        others = [other for other in interest.asked if other != route]
+        forget = msg.Abort(room=ready.room, attempt=interest.attempt, reason="another instance has the room")
+        interest.life.advance(KVPoll.WaitingForInput, now)
+        return [Send(other, forget) for other in others]
+
+    # Time.
+
+    def tick(self, now: float) -> list[Action]:
+        """Repeats SUBSCRIBE, repeats look-ups, ends what is overdue. O(interests); called a few times a second."""
+        actions: list[Action] = []
+        for interest in list(self._by_attempt.values()):
+            if not interest.life.is_final:
+                error = self._overdue(interest, now)
+                if error is not None:
+                    interest.life.fail(error, now)
+            if interest.life.is_final:
+                actions += self.over(interest, now)
+                continue
+            if not interest.asked and now - interest.looked_up_at >= LOOKUP_RETRY:
+                actions += self._look_up(interest, now)
+            if now >= interest.next_subscribe:
+                interest.next_subscribe = now + RESUBSCRIBE
+                routes = [interest.source] if interest.source is not None else list(interest.asked)
+                actions += [Send(route, self._subscribe(interest)) for route in routes]
+        return actions
+
+    def _overdue(self, interest: Interest, now: float) -> PDError | None:
+        limits, state, age = self._timeouts, interest.life.state, interest.life.age(now)
+        room = f"room {interest.key.room}"
+        if state is KVPoll.Transferring:
+            if age > limits.transfer_timeout:
+                return TransferTimeoutError(
+                    f"{room}: not pulled and written after {age:.1f} s (setting transfer_timeout = {limits.transfer_timeout:g} s)"
+                )
+            return None
+        if state is KVPoll.WaitingForInput:
+            if age > limits.prefill_timeout:
+                return TransferTimeoutError(
+                    f"{room}: ready, but no pages were given to write it into for {age:.1f} s "
+                    f"(setting prefill_timeout = {limits.prefill_timeout:g} s)"
+                )
+            return None
+        if not interest.asked:
+            if age > limits.bootstrap_timeout:
+                cause = interest.lookup_error or "no prefill instance is registered there"
+                return BootstrapError(
+                    f"{room}: no prefill instance found at bootstrap server {interest.bootstrap_addr} in {age:.1f} s "
+                    f"(setting bootstrap_timeout = {limits.bootstrap_timeout:g} s): {cause}"
+                )
+            return None
+        names = ", ".join(sorted(route.peer.instance_id for route in interest.asked))
+        silent = now - max((heard or interest.asked_at for heard in interest.asked.values()), default=now)
+        if silent > limits.peer_timeout:
+            return TransferTimeoutError(
+                f"{room}: prefill instance {names} does not answer for {silent:.1f} s "
+                f"(setting peer_timeout = {limits.peer_timeout:g} s)"
+            )
+        if age > limits.prefill_timeout:
+            return TransferTimeoutError(
+                f"{room}: prefill instance {names} has not finished the prompt in {age:.1f} s "
+                f"(setting prefill_timeout = {limits.prefill_timeout:g} s)"
+            )
+        unknown = now - (interest.known_at or interest.asked_at)
+        if unknown > limits.bootstrap_timeout:
+            hint = (
+                "it has the room, but for another prompt: do both servers use the same tokenizer and chat template?"
+                if interest.known == "other_prompt"
+                else "did the router send the request to both, and to this prefill instance?"
+            )
+            return TransferTimeoutError(
+                f"{room}: prefill instance {names} does not have this request after {unknown:.1f} s "
+                f"(setting bootstrap_timeout = {limits.bootstrap_timeout:g} s); {hint}"
+            )
+        return None
+
+    # Steps shared by the above.
+
+    def _look_up(self, interest: Interest, now: float) -> list[Action]:
+        if interest.lookup_pending:
+            return []
+        interest.lookup_pending = True
+        interest.looked_up_at = now
+        return [LookUp(interest)]
+
+    def _subscribe(self, interest: Interest) -> msg.Subscribe:
+        return msg.Subscribe(
+            room=interest.key.room,
+            attempt=interest.attempt,
+            prompt=interest.key.prompt,
+            instance_id=self._instance_id,
+            layout_digest=self._layout_digest,
+        )
+
+    def _fail(self, interest: Interest, error: PDError, now: float) -> list[Action]:
+        interest.life.fail(error, now)
+        return self.over(interest, now)
