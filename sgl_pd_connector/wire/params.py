@@ -60,7 +60,7 @@ def for_prefill(params: object) -> PrefillParams | None:
     fields = _fields(params)
     if _flag(fields, REMOTE_PREFILL):
         raise RequestError(
-            f"kv_transfer_params: {REMOTE_PREFILL} is for a decode server (kv_role kv_consumer), this one "
+            f"kv_transfer_params: {REMOTE_PREFILL} is for a decode server, this one "
             "prefills; are prefill and decode servers swapped in the router's list?"
         )
     asked = _flag(fields, REMOTE_DECODE)
@@ -79,7 +79,7 @@ def for_decode(params: object) -> DecodeParams | None:
     fields = _fields(params)
     if _flag(fields, REMOTE_DECODE):
         raise RequestError(
-            f"kv_transfer_params: {REMOTE_DECODE} is for a prefill server (kv_role kv_producer), this one "
+            f"kv_transfer_params: {REMOTE_DECODE} is for a prefill server, this one "
             "decodes; are prefill and decode servers swapped in the router's list?"
         )
     asked = _flag(fields, REMOTE_PREFILL)
@@ -90,7 +90,7 @@ def for_decode(params: object) -> DecodeParams | None:
         if asked:
             raise RequestError(
                 f"kv_transfer_params: {REMOTE_PREFILL} without {ROOM}: hand over the kv_transfer_params of the "
-                "prefill server's answer unchanged; both servers must run SglJaxConnector"
+                "prefill server's answer unchanged; both servers must run this connector"
             )
         return None
     return DecodeParams(room, _bootstrap_addr(fields))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sgl_pd_connector.errors import RequestError
-from sgl_pd_connector.vllm.params import DecodeParams, PrefillParams, answer, for_decode, for_prefill
+from sgl_pd_connector.wire.params import DecodeParams, PrefillParams, answer, for_decode, for_prefill
 
 pytestmark = pytest.mark.unit
 
@@ -90,5 +90,5 @@ def test_the_wrong_server_says_which_one_was_meant() -> None:
 
 
 def test_a_remote_prefill_without_a_room_was_made_by_another_connector() -> None:
-    with pytest.raises(RequestError, match="both servers must run SglJaxConnector"):
+    with pytest.raises(RequestError, match="both servers must run this connector"):
         for_decode({"do_remote_prefill": True, "remote_engine_id": "x"})
