@@ -1,0 +1,271 @@
+"""`PullExecutor`: pull -> always wait until ready -> write -> done.
+
+One thread serves all pulls by looking at them in turn; it never waits for a single one. So a stalled peer holds up
+nobody else, there is no pool of threads to run out of, and it makes no difference whether one or a thousand transfers
+are in flight. A future is done when data is pulled AND ready AND written, never earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import jax
+
+from sgl_pd_connector.base import KVPoll
+from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError, TransferTimeoutError
+from sgl_pd_connector.transfer.budget import ByteBudget
+from sgl_pd_connector.transfer.lifecycle import Lifecycle
+from sgl_pd_connector.transfer.plan import PullChunk
+from sgl_pd_connector.transfer.pool import PoolWrite, PoolWriter
+from sgl_pd_connector.transfer.transport import Peer, Transport
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 4
+"""Chunks of one transfer in flight at once: enough to overlap the pull of one with the write of another."""
+
+SHORTEST_NAP = 0.0001
+LONGEST_NAP = 0.001
+
+
+@dataclass(frozen=True)
+class PullTask:
+    """What to pull: chunks of one prompt from one peer, each with the specs of its buffers."""
+
+    life: Lifecycle
+    peer: Peer
+    chunks: Sequence[PullChunk]
+    specs: Sequence[Sequence[jax.ShapeDtypeStruct]]
+    nbytes: Sequence[int]
+
+
+@dataclass
+class _Piece:
+    """A chunk in flight: being pulled, then being written."""
+
+    chunk: PullChunk
+    arrays: list[jax.Array]
+    nbytes: int
+    write: PoolWrite | None = None
+
+
+@dataclass
+class _Job:
+    task: PullTask
+    future: Future[None]
+    next_chunk: int = 0
+    pulling: deque[_Piece] = field(default_factory=deque)
+    writing: deque[_Piece] = field(default_factory=deque)
+    pulled_at: float = 0.0
+
+
+@dataclass
+class _Orphan:
+    """Arrays of a transfer that is over. Dropping them while they arrive is not safe, so they are kept until ready."""
+
+    peer: Peer
+    arrays: list[jax.Array]
+    nbytes: int
+    give_up: float
+
+
+class PullExecutor:
+    """Owner of the pull thread, which alone talks to the transport's links."""
+
+    def __init__(self, transport: Transport, writer: PoolWriter, budget: ByteBudget, *, orphan_timeout: float) -> None:
+        """
+        Args:
+            transport: where links come from.
+            writer: takes chunks that are ready; the engine's thread writes them.
+            budget: bytes pulled and not yet written.
+            orphan_timeout: how long arrays of an aborted transfer are waited for before the link is dropped.
+        """
+        self._transport = transport
+        self._writer = writer
+        self._budget = budget
+        self._orphan_timeout = orphan_timeout
+        self._submitted: deque[_Job] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._jobs: list[_Job] = []
+        self._orphans: list[_Orphan] = []
+        self._thread = threading.Thread(target=self._run, name="sgl-pd-pull", daemon=True)
+        self._thread.start()
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers not finished, and leftovers of aborted ones."""
+        return len(self._submitted) + len(self._jobs) + len(self._orphans)
+
+    def submit(self, task: PullTask) -> Future[None]:
+        """Starts a pull. Never blocks.
+
+        The future ends with the life of the task: with None after `KVPoll.Success`, else with its error. Whoever ends
+        the life from outside (an abort, a deadline) thereby ends the pull.
+        """
+        job = _Job(task, Future())
+        self._submitted.append(job)
+        self._wake.set()
+        return job.future
+
+    def close(self) -> None:
+        """Aborts what is in flight and ends the thread."""
+        if not self._stopping:
+            self._stopping = True
+            self._wake.set()
+            self._thread.join()
+
+    # The pull thread.
+
+    def _run(self) -> None:
+        nap = SHORTEST_NAP
+        while not self._stopping:
+            if not self._jobs and not self._orphans and not self._submitted:
+                self._wake.wait()
+            self._wake.clear()
+            while self._submitted:
+                self._jobs.append(self._submitted.popleft())
+            progress = False
+            for job in self._jobs:
+                progress |= self._guarded_advance(job)
+            self._jobs = [job for job in self._jobs if not job.future.done()]
+            progress |= self._drain_orphans()
+            nap = SHORTEST_NAP if progress else min(2 * nap, LONGEST_NAP)
+            if self._jobs or self._orphans:
+                self._wake.wait(nap)
+        self._stop()
+
+    def _guarded_advance(self, job: _Job) -> bool:
+        try:
+            return self._advance(job)
+        except Exception as error:
+            # One transfer's surprise must not end the others.
+            logger.exception("pull from %s failed", job.task.peer.transfer_addr)
+            self._fail(job, TransferError(f"pull from {job.task.peer.transfer_addr} failed: {error}"))
+            return True
+
+    def _advance(self, job: _Job) -> bool:
+        """Does whatever can be done for one transfer without waiting. True if anything was."""
+        task = job.task
+        if task.life.is_final:
+            self._abandon(job)
+            return True
+        progress = self._start_pulls(job)
+        while job.pulling and all(array.is_ready() for array in job.pulling[0].arrays):
+            piece = job.pulling.popleft()
+            job.writing.append(piece)
+            error = _error_in(piece.arrays)
+            if error is not None:
+                self._fail(job, TransferError(f"pull from prefill instance {task.peer.instance_id} failed: {error}"))
+                self._transport.evict(task.peer)
+                return True
+            piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
+            self._writer.put(piece.write)
+            progress = True
+        while job.writing and self._written(job, job.writing[0]):
+            self._budget.give(job.writing.popleft().nbytes)
+            progress = True
+        if not job.pulling and not job.writing and job.next_chunk == len(task.chunks) and not job.future.done():
+            if task.life.advance(KVPoll.Success, time.monotonic()):
+                job.future.set_result(None)
+            else:
+                self._abandon(job)
+            return True
+        return progress
+
+    def _start_pulls(self, job: _Job) -> bool:
+        task, started = job.task, False
+        while job.next_chunk < len(task.chunks) and len(job.pulling) < WINDOW:
+            index = job.next_chunk
+            if not self._budget.take(task.nbytes[index]):
+                break
+            job.next_chunk += 1
+            chunk = task.chunks[index]
+            piece = _Piece(chunk, [], task.nbytes[index])
+            job.pulling.append(piece)
+            piece.arrays = self._transport.link(task.peer).pull(chunk.uuid, task.specs[index])
+            started = True
+        return started
+
+    def _written(self, job: _Job, piece: _Piece) -> bool:
+        write = piece.write
+        assert write is not None
+        if write.error is not None:
+            raise write.error
+        if write.token is None or not write.token.is_ready():
+            return False
+        write.token.block_until_ready()
+        return True
+
+    def _fail(self, job: _Job, error: PDError) -> None:
+        job.task.life.fail(error, time.monotonic())
+        self._abandon(job)
+
+    def _abandon(self, job: _Job) -> None:
+        """The life has ended in failure: lets go of everything and ends the future."""
+        if job.future.done():
+            return
+        error = job.task.life.failure_exception()
+        pending = [piece for piece in job.pulling if piece.arrays and not all(a.is_ready() for a in piece.arrays)]
+        for piece in (*job.pulling, *job.writing):
+            if piece not in pending:
+                self._budget.give(piece.nbytes)
+        if pending and isinstance(error, TransferTimeoutError):
+            # The peer did not deliver in time: with the link go its pulls, and the next request tries a new one.
+            self._transport.evict(job.task.peer)
+            for piece in pending:
+                self._budget.give(piece.nbytes)
+        else:
+            give_up = time.monotonic() + self._orphan_timeout
+            self._orphans += [_Orphan(job.task.peer, piece.arrays, piece.nbytes, give_up) for piece in pending]
+        job.pulling.clear()
+        job.writing.clear()
+        job.future.set_exception(error)
+
+    def _drain_orphans(self) -> bool:
+        if not self._orphans:
+            return False
+        now = time.monotonic()
+        left: list[_Orphan] = []
+        for orphan in self._orphans:
+            ready = all(array.is_ready() for array in orphan.arrays)
+            if not ready and now < orphan.give_up:
+                left.append(orphan)
+                continue
+            if not ready:
+                self._transport.evict(orphan.peer)
+            self._budget.give(orphan.nbytes)
+        changed = len(left) != len(self._orphans)
+        self._orphans = left
+        return changed
+
+    def _stop(self) -> None:
+        while self._submitted:
+            self._jobs.append(self._submitted.popleft())
+        for job in self._jobs:
+            self._fail(job, TransferAbortedError("this decode instance is stopping"))
+        # Arrays still arriving when the process exits can crash it: give them a moment, then cut the links.
+        deadline = time.monotonic() + 0.5
+        while self._orphans and time.monotonic() < deadline:
+            if not self._drain_orphans():
+                time.sleep(LONGEST_NAP)
+        for orphan in self._orphans:
+            orphan.give_up = 0.0
+        self._drain_orphans()
+        self._jobs.clear()
+
+
+def _error_in(arrays: Sequence[jax.Array]) -> str | None:
+    """The failure hidden in arrays that say they are ready: each one raises by itself, and only when used."""
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except Exception as error:  # noqa: BLE001 - the native layer raises several kinds
+            return str(error)
+    return None
