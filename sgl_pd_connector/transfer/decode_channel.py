@@ -81,7 +81,7 @@ class DecodeChannel:
         self._commands.put(lambda: self._execute(self._table.over(interest, time.monotonic())))
 
     def close(self) -> None:
-        """Sends what is queued and ends the threads. End the interests before."""
+        """Aborts every interest, tells the peers and ends the threads."""
         if not self._stopping:
             self._stopping = True
             self._commands.put(lambda: None)
@@ -111,6 +111,7 @@ class DecodeChannel:
                 logger.exception("decode side channel: unexpected error; going on")
         for command in self._commands.drain():
             command()
+        self._execute(self._table.close("this decode instance is stopping", time.monotonic()))
         for line in self._lines.values():
             line.socket.close(LINGER_MS)
         self._lines.clear()

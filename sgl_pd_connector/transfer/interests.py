@@ -50,6 +50,8 @@ class Interest:
         source: the P that did.
         asked: the instances asked, and when each was last heard (None: never).
         known: what they last said of the room.
+        pages, nbytes: what is pulled, once that is known.
+        pulled_at: when all of it had arrived.
     """
 
     key: RoomKey
@@ -67,6 +69,9 @@ class Interest:
     lookup_pending: bool = False
     lookup_error: PDError | None = None
     next_subscribe: float = 0.0
+    pages: int = 0
+    nbytes: int = 0
+    pulled_at: float | None = None
 
 
 class LookUp(NamedTuple):
@@ -104,6 +109,7 @@ class InterestTable:
         instance_id: str,
         layout_digest: str,
         check: Callable[[Interest, msg.Ready], None],
+        ended: Callable[[Interest], None],
     ) -> None:
         """
         Args:
@@ -111,11 +117,13 @@ class InterestTable:
             instance_id: how this D introduces itself.
             layout_digest: of this D's KV layout.
             check: raises `PDError` for a READY that does not fit the interest or this D.
+            ended: told of every interest that is over, once.
         """
         self._timeouts = timeouts
         self._instance_id = instance_id
         self._layout_digest = layout_digest
         self._check = check
+        self._ended = ended
         self._by_attempt: dict[int, Interest] = {}
 
     def __len__(self) -> int:
@@ -132,6 +140,7 @@ class InterestTable:
         """The life has ended, by whoever did it: tells P, once. Later calls do nothing."""
         if self._by_attempt.pop(interest.attempt, None) is None:
             return []
+        self._ended(interest)
         key, life = interest.key, interest.life
         routes = [interest.source] if interest.source is not None else list(interest.asked)
         message: msg.Message
@@ -272,6 +281,13 @@ class InterestTable:
                 f"(setting bootstrap_timeout = {limits.bootstrap_timeout:g} s); {hint}"
             )
         return None
+
+    def close(self, reason: str, now: float) -> list[Action]:
+        """Ends everything: this instance stops."""
+        actions: list[Action] = []
+        for interest in list(self._by_attempt.values()):
+            actions += self._fail(interest, TransferAbortedError(reason), now)
+        return actions
 
     # Steps shared by the above.
 

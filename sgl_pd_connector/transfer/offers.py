@@ -107,6 +107,7 @@ class OfferTable:
         layout_digest: str,
         ready: Callable[[Offer, Sequence[int]], msg.Ready],
         new_uuid: Callable[[], int],
+        ended: Callable[[Offer], None],
     ) -> None:
         """
         Args:
@@ -114,11 +115,13 @@ class OfferTable:
             layout_digest: what a D must have too.
             ready: makes the READY for an offer from the uuids of its chunks.
             new_uuid: source of unguessable numbers.
+            ended: told of every offer that is over, once.
         """
         self._timeouts = timeouts
         self._layout_digest = layout_digest
         self._ready = ready
         self._new_uuid = new_uuid
+        self._ended = ended
         self._by_key: dict[RoomKey, list[Offer]] = {}
         self._by_attempt: dict[int, Offer] = {}
         self._prompts_in_room: dict[int, int] = {}
@@ -312,6 +315,7 @@ class OfferTable:
             del self._by_attempt[offer.attempt]
         if offer.uuids:
             self.registered_bytes -= offer.packed_bytes
+        self._ended(offer)
         release = Release(tuple(offer.uuids), offer.packed_bytes)
         offer.packed, offer.packed_bytes, offer.uuids = None, 0, []
         return [release]

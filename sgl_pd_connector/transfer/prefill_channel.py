@@ -104,6 +104,9 @@ class PrefillChannel:
     def abort(self, offer: Offer, reason: str) -> None:
         self._commands.put(lambda: self._execute(self._table.abort(offer, reason, time.monotonic())))
 
+    def fail(self, offer: Offer, error: PDError) -> None:
+        self._commands.put(lambda: self._execute(self._table.fail(offer, error, time.monotonic())))
+
     def close(self) -> None:
         """Aborts every offer, tells the peers and ends the thread."""
         if not self._stopping:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -43,9 +43,11 @@ class PullTask:
     chunks: Sequence[PullChunk]
     specs: Sequence[Sequence[jax.ShapeDtypeStruct]]
     nbytes: Sequence[int]
+    pulled: Callable[[], None] = lambda: None
+    """Called on the pull thread when all data has arrived and before it is written."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Piece:
     """A chunk in flight: being pulled, then being written."""
 
@@ -55,17 +57,16 @@ class _Piece:
     write: PoolWrite | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     task: PullTask
     future: Future[None]
     next_chunk: int = 0
     pulling: deque[_Piece] = field(default_factory=deque)
     writing: deque[_Piece] = field(default_factory=deque)
-    pulled_at: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Orphan:
     """Arrays of a transfer that is over. Dropping them while they arrive is not safe, so they are kept until ready."""
 
@@ -168,6 +169,8 @@ class PullExecutor:
             piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
             self._writer.put(piece.write)
             progress = True
+            if not job.pulling and job.next_chunk == len(task.chunks):
+                task.pulled()
         while job.writing and self._written(job, job.writing[0]):
             self._budget.give(job.writing.popleft().nbytes)
             progress = True
