@@ -1,9 +1,9 @@
 """A request's ``kv_transfer_params``: what the two router styles send, read and checked in one place.
 
 Concurrent routers (sglang's) send P and D the same body with ``bootstrap_host``, ``bootstrap_port`` and
-``bootstrap_room`` at its top; the middleware moves them into ``kv_transfer_params``. Sequential proxies (vLLM's)
-ask P with ``{"do_remote_decode": true}`` and hand the ``kv_transfer_params`` of P's answer to D. A request with
-neither is an ordinary one. Fields of other connectors are left alone.
+``bootstrap_room`` at its top; the middleware moves them into ``kv_transfer_params``. Sequential proxies
+(vLLM's) ask P with ``{"do_remote_decode": true}`` and hand the ``kv_transfer_params`` of P's answer to D. A
+request with neither is an ordinary one. Fields of other connectors are left alone.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def for_decode(params: object) -> DecodeParams | None:
     if room is None:
         if asked:
             raise RequestError(
-                f"kv_transfer_params: {REMOTE_PREFILL} without {ROOM}: hand over the kv_transfer_params of the "
-                "prefill server's answer unchanged; both servers must run this connector"
+                f"kv_transfer_params: {REMOTE_PREFILL} without {ROOM}: hand over the kv_transfer_params of "
+                "the prefill server's answer unchanged; both servers must run this connector"
             )
         return None
     return DecodeParams(room, _bootstrap_addr(fields))
