@@ -129,8 +129,8 @@ def _bootstrap_addr(fields: Mapping[str, Any]) -> str | None:
     if port is None:
         # mini_lb knows a port only when one follows the URL; else this instance's bootstrap_addr has to do.
         return None
-    if not isinstance(port, int) or isinstance(port, bool):
-        raise RequestError(f"{PORT} must be a port number, not {port!r}")
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= 65_535:
+        raise RequestError(f"{PORT} must be a port number from 1 to 65535, not {port!r}")
     if not isinstance(host, str):
         raise RequestError(f"{HOST} must be the bootstrap server's host name or address, not {host!r}")
     try:
