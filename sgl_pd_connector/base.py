@@ -61,7 +61,7 @@ class PoolTransferSpec:
         name: unique within a request; the attention cache is `MAIN_KV`.
         pool_type: what kind of memory it is: ``"paged_kv"``.
         dtype: element type by its NumPy/ml_dtypes name, e.g. ``"bfloat16"``.
-        shape: shape of ONE page of ONE layer, without layer and page-number axes, e.g. ``(page, heads*2/p, p, head_dim)``.
+        shape: shape of ONE page of ONE layer, e.g. ``(page, heads*2/p, p, head_dim)``.
         sharding: for each axis of ``shape`` the number of devices it is split over, e.g. ``(1, 4, 1, 1)``.
         metadata: what the backend needs beside that: ``num_layers``, ``page_size`` (tokens).
     """
@@ -157,7 +157,9 @@ class BaseKVManager(ABC):
     def __init__(self, args: KVArgs, bootstrap_addr: str) -> None:
         if [pool.name for pool in args.pools] != [MAIN_KV]:
             names = ", ".join(pool.name for pool in args.pools) or "none"
-            raise NotImplementedError(f"this version moves exactly one pool named {MAIN_KV!r}; KVArgs.pools has: {names}")
+            raise NotImplementedError(
+                f"this version moves exactly one pool named {MAIN_KV!r}; KVArgs.pools has: {names}"
+            )
         self.args = args
         self.bootstrap_addr = bootstrap_addr
 

@@ -57,9 +57,13 @@ class ConnectorConfig(BaseModel):
     heartbeat_interval: Seconds = Field(5.0, description="How often an instance renews its registration.")
     heartbeat_ttl: Seconds = Field(15.0, description="A registration not renewed for so long is forgotten.")
 
-    side_channel_port: Port = Field(0, description="Port of the ready/done side channel on P; 0 takes a free one.")
+    side_channel_port: Port = Field(
+        0, description="Port of the ready/done side channel on P; 0 takes a free one."
+    )
     transfer_port: Port = Field(0, description="Port of the native transfer server on P; 0 takes a free one.")
-    transfer_channels: int = Field(4, ge=1, le=64, description="TCP connections per peer. Must be equal on P and D.")
+    transfer_channels: int = Field(
+        4, ge=1, le=64, description="TCP connections per peer. Must be equal on P and D."
+    )
     transfer_size: Bytes = Field(16 << 20, description="Bytes per message on them. Must be equal on P and D.")
     chunk_bytes: Bytes = Field(
         8 << 20, description="Size aimed at for one buffer on the wire. Decided by P, D follows."
@@ -68,22 +72,28 @@ class ConnectorConfig(BaseModel):
 
     lease: Seconds = Field(
         30.0,
-        description="P keeps a packed copy for so long after D was last heard asking for it, or after prefill if never.",
+        description="P keeps a packed copy for so long after D was last heard of, or after prefill if never.",
     )
-    peer_timeout: Seconds = Field(10.0, description="A peer whose side channel is silent for so long is taken as dead.")
+    peer_timeout: Seconds = Field(
+        10.0, description="A peer whose side channel is silent for so long is taken as dead."
+    )
     bootstrap_timeout: Seconds = Field(
         30.0, description="How long D looks for P, and for its room on P, before it gives up."
     )
     prefill_timeout: Seconds = Field(
         600.0, description="How long D waits for P to queue and prefill a prompt, while P is seen alive."
     )
-    transfer_timeout: Seconds = Field(60.0, description="How long the pull of one request may take, written included.")
+    transfer_timeout: Seconds = Field(
+        60.0, description="How long the pull of one request may take, written included."
+    )
 
     max_packed_bytes: Bytes = Field(
-        1 << 30, description="P's device memory for packed copies. Above it prefilled pages stay where they are."
+        1 << 30,
+        description="P's device memory for packed copies. Above it prefilled pages stay where they are.",
     )
     max_pulled_bytes: Bytes = Field(
-        512 << 20, description="D's device memory for data pulled and not yet written. Above it further pulls wait."
+        512 << 20,
+        description="D's device memory for data pulled and not yet written. Above it further pulls wait.",
     )
 
     @model_validator(mode="after")
@@ -98,7 +108,9 @@ class ConnectorConfig(BaseModel):
         return self
 
 
-def load_config(explicit: Mapping[str, Any], *, where: str, environ: Mapping[str, str] | None = None) -> ConnectorConfig:
+def load_config(
+    explicit: Mapping[str, Any], *, where: str, environ: Mapping[str, str] | None = None
+) -> ConnectorConfig:
     """Merges and validates the settings: ``explicit``, then the environment, then defaults.
 
     Args:
@@ -111,7 +123,9 @@ def load_config(explicit: Mapping[str, Any], *, where: str, environ: Mapping[str
     """
     environ = os.environ if environ is None else environ
     if environ.get(D2H_ENV, "0") not in ("", "0"):
-        raise ConfigError(f"{D2H_ENV}={environ[D2H_ENV]}: staging through host memory is not in this version; set it to 0")
+        raise ConfigError(
+            f"{D2H_ENV}={environ[D2H_ENV]}: staging through host memory is not in this version; set it to 0"
+        )
     known = set(ConnectorConfig.model_fields)
     from_env: dict[str, str] = {}
     sources = dict.fromkeys(explicit, where)
@@ -119,7 +133,9 @@ def load_config(explicit: Mapping[str, Any], *, where: str, environ: Mapping[str
         if variable.startswith(ENV_PREFIX) and variable not in _ENV_NOT_SETTINGS:
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name not in known:
-                raise ConfigError(f"environment variable {variable}: no such setting; settings: {', '.join(sorted(known))}")
+                raise ConfigError(
+                    f"environment variable {variable}: no such setting; settings: {', '.join(sorted(known))}"
+                )
             if name not in explicit:
                 from_env[name] = value
                 sources[name] = f"environment variable {variable}"

@@ -3,6 +3,8 @@
 A message names what failed, between whom, after how long, and the setting that changes it.
 """
 
+from typing import Self
+
 
 class PDError(Exception):
     """Root of every error this package raises on purpose."""
@@ -34,6 +36,11 @@ class TransferError(PDError):
 
 class TransferTimeoutError(TransferError):
     """A state of a transfer outlived its deadline."""
+
+    @classmethod
+    def after(cls, what: str, age: float, setting: str, limit: float) -> Self:
+        """``what`` took ``age`` seconds; ``setting``, at ``limit`` seconds, is what allows more."""
+        return cls(f"{what} {age:.1f} s (setting {setting} = {limit:g} s)")
 
 
 class TransferAbortedError(TransferError):

@@ -21,7 +21,6 @@ from sgl_pd_connector.transfer.pull_executor import PullExecutor, PullTask
 from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.transfer.transport import Transport
-from sgl_pd_connector.wire import messages as msg
 
 
 class DecodeSide:
@@ -31,7 +30,12 @@ class DecodeSide:
     """
 
     def __init__(
-        self, planner: ChunkPlanner, transport: Transport, config: ConnectorConfig, look_up: RouteLookup, recorder: Recorder
+        self,
+        planner: ChunkPlanner,
+        transport: Transport,
+        config: ConnectorConfig,
+        look_up: RouteLookup,
+        recorder: Recorder,
     ) -> None:
         self.layout = planner.layout
         self._planner = planner

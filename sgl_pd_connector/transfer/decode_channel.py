@@ -23,6 +23,7 @@ from sgl_pd_connector.wire import messages as msg
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
+TICK_MS = int(TICK * 1000)
 LOOKUP_THREADS = 4
 # A route found a moment ago is good enough for the next request: bursts ask the bootstrap server once.
 ROUTE_CACHE = 1.0
@@ -96,7 +97,7 @@ class DecodeChannel:
         next_tick = 0.0
         while not self._stopping:
             try:
-                self._poller.poll(TICK * 1000)
+                self._poller.poll(TICK_MS)
                 for command in self._commands.drain():
                     command()
                 for route, line in list(self._lines.items()):
@@ -153,7 +154,7 @@ class DecodeChannel:
         """On a look-up thread: asks, and queues the answer."""
         try:
             routes = self._look_up(interest.bootstrap_addr)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, the request must hear of it
             problem = error if isinstance(error, PDError) else BootstrapError(f"look-up failed: {error!r}")
             self._commands.put(
                 lambda: self._execute(self._table.not_found(interest, problem, time.monotonic()))

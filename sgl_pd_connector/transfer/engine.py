@@ -80,7 +80,7 @@ class JaxTransferKVEngine:
         # Without explicit transport addresses the process aborts when a peer connects.
         data = [str(Address.of(self._host, 0, setting="host"))] * self._channels
         try:
-            return transfer.start_transfer_server(
+            server: transfer.TransferServer = transfer.start_transfer_server(
                 self._client,
                 address,
                 data,
@@ -91,6 +91,7 @@ class JaxTransferKVEngine:
             raise ConfigError(
                 f"cannot start the transfer server on {address}: {error}; see settings host and transfer_port"
             ) from error
+        return server
 
     def register(self, uuid: int, buffers: Sequence[jax.Array], lifetime: float) -> None:
         assert self._server is not None, "this process does not serve"
@@ -123,6 +124,8 @@ class JaxTransferKVEngine:
         with self._lock:
             link = self._links.pop(peer, None)
         if link is not None:
-            logger.info("dropping the connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr)
+            logger.info(
+                "dropping the connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr
+            )
             # Poisoned, it fails every pull still pending on it; it must not be kept after that, or P is wedged.
-            link.connection._poison_connection()
+            link.connection._poison_connection()  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import (
     BootstrapError,
-    IncompatiblePeerError,
     PDError,
     TransferAbortedError,
     TransferError,
@@ -234,41 +233,42 @@ class InterestTable:
         return actions
 
     def _overdue(self, interest: Interest, now: float) -> PDError | None:
-        limits, state, age = self._timeouts, interest.life.state, interest.life.age(now)
-        room = f"room {interest.key.room}"
-        if state is KVPoll.Transferring:
-            if age > limits.transfer_timeout:
-                return TransferTimeoutError(
-                    f"{room}: not pulled and written after {age:.1f} s (setting transfer_timeout = {limits.transfer_timeout:g} s)"
+        room, limits, age = f"room {interest.key.room}", self._timeouts, interest.life.age(now)
+        match interest.life.state:
+            case KVPoll.Bootstrapping:
+                return (
+                    self._overdue_at_p(interest, now)
+                    if interest.asked
+                    else self._overdue_at_bootstrap(interest, age)
                 )
+            case KVPoll.WaitingForInput if age > limits.prefill_timeout:
+                what = f"{room}: ready, but no pages were given to write it into for"
+                return TransferTimeoutError.after(what, age, "prefill_timeout", limits.prefill_timeout)
+            case KVPoll.Transferring if age > limits.transfer_timeout:
+                what = f"{room}: not pulled and written after"
+                return TransferTimeoutError.after(what, age, "transfer_timeout", limits.transfer_timeout)
+        return None
+
+    def _overdue_at_bootstrap(self, interest: Interest, age: float) -> PDError | None:
+        limit = self._timeouts.bootstrap_timeout
+        if age <= limit:
             return None
-        if state is KVPoll.WaitingForInput:
-            if age > limits.prefill_timeout:
-                return TransferTimeoutError(
-                    f"{room}: ready, but no pages were given to write it into for {age:.1f} s "
-                    f"(setting prefill_timeout = {limits.prefill_timeout:g} s)"
-                )
-            return None
-        if not interest.asked:
-            if age > limits.bootstrap_timeout:
-                cause = interest.lookup_error or "no prefill instance is registered there"
-                return BootstrapError(
-                    f"{room}: no prefill instance found at bootstrap server {interest.bootstrap_addr} in {age:.1f} s "
-                    f"(setting bootstrap_timeout = {limits.bootstrap_timeout:g} s): {cause}"
-                )
-            return None
+        cause = interest.lookup_error or "none is registered there"
+        what = f"room {interest.key.room}: no prefill instance at bootstrap server {interest.bootstrap_addr}: {cause}; tried"
+        return TransferTimeoutError.after(what, age, "bootstrap_timeout", limit)
+
+    def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:
+        limits = self._timeouts
         names = ", ".join(sorted(route.peer.instance_id for route in interest.asked))
-        silent = now - max((heard or interest.asked_at for heard in interest.asked.values()), default=now)
+        who = f"room {interest.key.room}: prefill instance {names}"
+        silent = now - max(heard or interest.asked_at for heard in interest.asked.values())
         if silent > limits.peer_timeout:
-            return TransferTimeoutError(
-                f"{room}: prefill instance {names} does not answer for {silent:.1f} s "
-                f"(setting peer_timeout = {limits.peer_timeout:g} s)"
-            )
+            what = f"{who} has not answered for"
+            return TransferTimeoutError.after(what, silent, "peer_timeout", limits.peer_timeout)
+        age = interest.life.age(now)
         if age > limits.prefill_timeout:
-            return TransferTimeoutError(
-                f"{room}: prefill instance {names} has not finished the prompt in {age:.1f} s "
-                f"(setting prefill_timeout = {limits.prefill_timeout:g} s)"
-            )
+            what = f"{who} has not finished the prompt in"
+            return TransferTimeoutError.after(what, age, "prefill_timeout", limits.prefill_timeout)
         unknown = now - (interest.known_at or interest.asked_at)
         if unknown > limits.bootstrap_timeout:
             hint = (
@@ -276,10 +276,8 @@ class InterestTable:
                 if interest.known == "other_prompt"
                 else "did the router send the request to both, and to this prefill instance?"
             )
-            return TransferTimeoutError(
-                f"{room}: prefill instance {names} does not have this request after {unknown:.1f} s "
-                f"(setting bootstrap_timeout = {limits.bootstrap_timeout:g} s); {hint}"
-            )
+            what = f"{who} does not have this request ({hint}); waited"
+            return TransferTimeoutError.after(what, unknown, "bootstrap_timeout", limits.bootstrap_timeout)
         return None
 
     def close(self, reason: str, now: float) -> list[Action]:

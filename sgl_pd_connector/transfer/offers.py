@@ -94,7 +94,6 @@ class Timeouts(NamedTuple):
 
     lease: float
     prefill_timeout: float
-    transfer_timeout: float
 
 
 class OfferTable:
@@ -145,7 +144,9 @@ class OfferTable:
         self._drop_subscription(attempt)
         return self._claim(offer, attempt, subscription.peer, subscription.peer_name, now)
 
-    def packed(self, offer: Offer, packed: Sequence[PackedChunk], packed_bytes: int, now: float) -> list[Action]:
+    def packed(
+        self, offer: Offer, packed: Sequence[PackedChunk], packed_bytes: int, now: float
+    ) -> list[Action]:
         """The prompt is prefilled and copied out."""
         if offer.life.is_final:
             return [Release((), packed_bytes)]
@@ -187,7 +188,7 @@ class OfferTable:
 
     def _on_subscribe(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
         if message.version != msg.PROTOCOL_VERSION:
-            reason = f"protocol version {message.version} is not spoken here: this prefill instance has {msg.PROTOCOL_VERSION}"
+            reason = f"protocol version {message.version} is not spoken here, only {msg.PROTOCOL_VERSION}"
             return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=reason))]
         if message.layout_digest != self._layout_digest:
             reason = (
@@ -238,22 +239,21 @@ class OfferTable:
         return actions
 
     def _overdue(self, offer: Offer, now: float) -> PDError | None:
-        limits = self._timeouts
-        room = f"room {offer.key.room}"
+        room, limits = f"room {offer.key.room}", self._timeouts
         if offer.attempt is not None and now - offer.heard > limits.lease:
-            return TransferTimeoutError(
-                f"{room}: {offer.peer_name} was not heard for {now - offer.heard:.1f} s (setting lease = {limits.lease:g} s)"
+            return TransferTimeoutError.after(
+                f"{room}: {offer.peer_name} was not heard of for", now - offer.heard, "lease", limits.lease
             )
         if offer.packed is None:
-            waited = now - offer.life.entered[KVPoll.Bootstrapping]
-            if waited > limits.prefill_timeout:
-                return TransferTimeoutError(
-                    f"{room}: not prefilled after {waited:.1f} s (setting prefill_timeout = {limits.prefill_timeout:g} s)"
+            age = now - offer.life.entered[KVPoll.Bootstrapping]
+            if age > limits.prefill_timeout:
+                return TransferTimeoutError.after(
+                    f"{room}: not prefilled after", age, "prefill_timeout", limits.prefill_timeout
                 )
         elif offer.attempt is None and now - offer.packed_at > limits.lease:
-            return TransferTimeoutError(
-                f"{room}: no decode instance asked for it within {now - offer.packed_at:.1f} s after prefill "
-                f"(setting lease = {limits.lease:g} s)"
+            age = now - offer.packed_at
+            return TransferTimeoutError.after(
+                f"{room}: no decode instance asked for it, prefilled since", age, "lease", limits.lease
             )
         return None
 
@@ -264,7 +264,9 @@ class OfferTable:
             actions += self._end(offer, TransferAbortedError(reason), now)
         for key, waiting in self._waiting.items():
             for attempt, subscription in waiting.items():
-                actions.append(Reply(subscription.peer, msg.Abort(room=key.room, attempt=attempt, reason=reason)))
+                actions.append(
+                    Reply(subscription.peer, msg.Abort(room=key.room, attempt=attempt, reason=reason))
+                )
         self._waiting.clear()
         self._waiting_key.clear()
         return actions

@@ -33,13 +33,16 @@ class ChunkPlanner:
     def chunks(self, num_pages: int) -> tuple[Chunk, ...]:
         return plan_chunks(num_pages, self.max_chunk_pages)
 
-    def ready(self, room: int, attempt: int, num_tokens: int, chunks: Sequence[Chunk], uuids: Sequence[int]) -> msg.Ready:
+    def ready(
+        self, room: int, attempt: int, num_tokens: int, chunks: Sequence[Chunk], uuids: Sequence[int]
+    ) -> msg.Ready:
         """P's READY."""
         return msg.Ready(
             room=room,
             attempt=attempt,
             num_tokens=num_tokens,
-            layout=self.layout.as_dict() | {"page_shape": list(self.layout.page_shape), "sharding": list(self.layout.sharding)},
+            layout=self.layout.as_dict()
+            | {"page_shape": list(self.layout.page_shape), "sharding": list(self.layout.sharding)},
             groups={size: list(self.groups(size)) for size in sorted({chunk.pages for chunk in chunks})},
             chunks=[
                 msg.ReadyChunk(uuid=uuid, first=chunk.first, pages=chunk.pages)
@@ -56,14 +59,18 @@ class ChunkPlanner:
         """
         difference = explain_difference(self.layout.as_dict(), ready.layout)
         if difference:
-            raise IncompatiblePeerError(f"the prefill instance lays out its KV cache differently: {difference}")
+            raise IncompatiblePeerError(
+                f"the prefill instance lays out its KV cache differently: {difference}"
+            )
         if num_tokens is not None and ready.num_tokens != num_tokens:
-            raise TransferError(f"the prefill instance has {ready.num_tokens} tokens of a prompt of {num_tokens}")
+            raise TransferError(
+                f"the prefill instance has {ready.num_tokens} tokens of a prompt of {num_tokens}"
+            )
         expected = self.chunks(self.layout.pages(ready.num_tokens))
         groups = {size: list(self.groups(size)) for size in {chunk.pages for chunk in expected}}
         if [(chunk.first, chunk.pages) for chunk in ready.chunks] != list(expected) or ready.groups != groups:
             raise IncompatiblePeerError(
-                "the prefill instance cuts prompts differently: settings chunk_bytes and max_chunk_pages must be equal on both"
+                "the prefill instance cuts prompts differently: settings chunk_bytes and max_chunk_pages must be equal"
             )
 
 
@@ -91,10 +98,17 @@ def plan_pull(ready: msg.Ready, page_ids: Sequence[int], skip_pages: int) -> lis
     """
     total = sum(chunk.pages for chunk in ready.chunks)
     if skip_pages < 0 or skip_pages + len(page_ids) != total or not page_ids:
-        raise ValueError(f"{skip_pages} skipped and {len(page_ids)} given pages do not make the {total} of the prompt")
+        raise ValueError(
+            f"{skip_pages} skipped and {len(page_ids)} given pages do not make the {total} of the prompt"
+        )
     target = np.concatenate([np.zeros(skip_pages, np.int32), np.asarray(page_ids, np.int32)])
     return [
-        PullChunk(chunk.uuid, chunk.pages, target[chunk.first : chunk.first + chunk.pages], max(0, skip_pages - chunk.first))
+        PullChunk(
+            chunk.uuid,
+            chunk.pages,
+            target[chunk.first : chunk.first + chunk.pages],
+            max(0, skip_pages - chunk.first),
+        )
         for chunk in ready.chunks
         if chunk.first + chunk.pages > skip_pages
     ]

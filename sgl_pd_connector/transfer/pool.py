@@ -48,14 +48,18 @@ def kv_args(pools: Sequence[jax.Array], page_size: int) -> KVArgs:
     """
     kinds = {(pool.shape[1:], str(pool.dtype), pool.sharding) for pool in pools}
     if len(kinds) != 1:
-        raise ConfigError(f"the layers' KV caches differ (hybrid models are not supported yet): {sorted(map(str, kinds))}")
+        raise ConfigError(
+            f"the layers' KV caches differ (hybrid models are not supported yet): {sorted(map(str, kinds))}"
+        )
     pool = pools[0]
     splits = (1,) * pool.ndim
     if isinstance(pool.sharding, NamedSharding):
         whole = pool.shape
         splits = tuple(a // b for a, b in zip(whole, pool.sharding.shard_shape(whole), strict=True))
     if splits[0] != 1:
-        raise ConfigError(f"pages are split over {splits[0]} devices: data parallelism inside one engine is not supported yet")
+        raise ConfigError(
+            f"pages are split over {splits[0]} devices: data parallelism inside one engine is not supported yet"
+        )
     spec = PoolTransferSpec(
         name=MAIN_KV,
         pool_type="paged_kv",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from sgl_pd_connector import ops
-from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.errors import TransferError
 from sgl_pd_connector.transfer.budget import ByteBudget
@@ -33,7 +31,12 @@ class PrefillSide:
     """
 
     def __init__(
-        self, planner: ChunkPlanner, transport: Transport, config: ConnectorConfig, address: Address, recorder: Recorder
+        self,
+        planner: ChunkPlanner,
+        transport: Transport,
+        config: ConnectorConfig,
+        address: Address,
+        recorder: Recorder,
     ) -> None:
         self._planner = planner
         self._recorder = recorder
@@ -42,7 +45,7 @@ class PrefillSide:
         # Prompts whose pages wait for room in the budget, oldest first. Engine's thread only.
         self._waiting: deque[tuple[JaxTransferKVSender, np.ndarray]] = deque()
         table = OfferTable(
-            timeouts=Timeouts(config.lease, config.prefill_timeout, config.transfer_timeout),
+            timeouts=Timeouts(config.lease, config.prefill_timeout),
             layout_digest=planner.layout.digest,
             ready=self._ready,
             new_uuid=new_uuid,
@@ -98,13 +101,19 @@ class PrefillSide:
             packed = [
                 PackedChunk(
                     chunk,
-                    ops.gather(pools, page_ids[chunk.first : chunk.first + chunk.pages], self._planner.groups(chunk.pages)),
+                    ops.gather(
+                        pools,
+                        page_ids[chunk.first : chunk.first + chunk.pages],
+                        self._planner.groups(chunk.pages),
+                    ),
                 )
                 for chunk in self._planner.chunks(len(page_ids))
             ]
         except Exception as error:  # noqa: BLE001 - whatever the device says, it is this one request's failure
             self._budget.give(nbytes)
-            self.channel.fail(sender.offer, TransferError(f"cannot copy the prompt's pages out of the pool: {error}"))
+            self.channel.fail(
+                sender.offer, TransferError(f"cannot copy the prompt's pages out of the pool: {error}")
+            )
             return
         sender.mark_gathered()
         self.channel.packed(sender.offer, packed, nbytes)

@@ -25,6 +25,7 @@ from sgl_pd_connector.wire.address import Address
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
+TICK_MS = int(TICK * 1000)
 SWEEP = 1.0
 # Frames waiting for one slow or dead D. Beyond it they are dropped: every message is repeated on demand.
 SEND_QUEUE = 1000
@@ -76,8 +77,10 @@ class PrefillChannel:
             raise ConfigError(
                 f"cannot bind the side channel to {address}: {error}; see settings host and side_channel_port"
             ) from error
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().removeprefix("tcp://")
-        self.zmq_addr = str(Address.of(address.host, Address.parse(endpoint, setting="host").port, setting="host"))
+        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self.zmq_addr = str(
+            Address.of(address.host, Address.parse(endpoint, setting="host").port, setting="host")
+        )
         self._thread = threading.Thread(target=self._run, name="sgl-pd-prefill-channel", daemon=True)
         self._thread.start()
 
@@ -125,7 +128,7 @@ class PrefillChannel:
         next_tick = 0.0
         while not self._stopping:
             try:
-                poller.poll(TICK * 1000)
+                poller.poll(TICK_MS)
                 for command in self._commands.drain():
                     command()
                 self._receive()
@@ -190,4 +193,6 @@ class PrefillChannel:
         try:
             self._socket.send_multipart([peer, msg.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("prefill side channel: %s for room %d not sent: %s", message.type, message.room, error)
+            logger.warning(
+                "prefill side channel: %s for room %d not sent: %s", message.type, message.room, error
+            )

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
@@ -79,7 +80,9 @@ class _Orphan:
 class PullExecutor:
     """Owner of the pull thread, which alone talks to the transport's links."""
 
-    def __init__(self, transport: Transport, writer: PoolWriter, budget: ByteBudget, *, orphan_timeout: float) -> None:
+    def __init__(
+        self, transport: Transport, writer: PoolWriter, budget: ByteBudget, *, orphan_timeout: float
+    ) -> None:
         """
         Args:
             transport: where links come from.
@@ -158,12 +161,14 @@ class PullExecutor:
             self._abandon(job)
             return True
         progress = self._start_pulls(job)
-        while job.pulling and all(array.is_ready() for array in job.pulling[0].arrays):
+        while job.pulling and _all_ready(job.pulling[0].arrays):
             piece = job.pulling.popleft()
             job.writing.append(piece)
             error = _error_in(piece.arrays)
             if error is not None:
-                self._fail(job, TransferError(f"pull from prefill instance {task.peer.instance_id} failed: {error}"))
+                self._fail(
+                    job, TransferError(f"pull from prefill instance {task.peer.instance_id} failed: {error}")
+                )
                 self._transport.evict(task.peer)
                 return True
             piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
@@ -174,7 +179,12 @@ class PullExecutor:
         while job.writing and self._written(job, job.writing[0]):
             self._budget.give(job.writing.popleft().nbytes)
             progress = True
-        if not job.pulling and not job.writing and job.next_chunk == len(task.chunks) and not job.future.done():
+        if (
+            not job.pulling
+            and not job.writing
+            and job.next_chunk == len(task.chunks)
+            and not job.future.done()
+        ):
             if task.life.advance(KVPoll.Success, time.monotonic()):
                 job.future.set_result(None)
             else:
@@ -201,7 +211,7 @@ class PullExecutor:
         assert write is not None
         if write.error is not None:
             raise write.error
-        if write.token is None or not write.token.is_ready():
+        if write.token is None or not _all_ready([write.token]):
             return False
         write.token.block_until_ready()
         return True
@@ -215,7 +225,7 @@ class PullExecutor:
         if job.future.done():
             return
         error = job.task.life.failure_exception()
-        pending = [piece for piece in job.pulling if piece.arrays and not all(a.is_ready() for a in piece.arrays)]
+        pending = [piece for piece in job.pulling if piece.arrays and not _all_ready(piece.arrays)]
         for piece in (*job.pulling, *job.writing):
             if piece not in pending:
                 self._budget.give(piece.nbytes)
@@ -226,7 +236,9 @@ class PullExecutor:
                 self._budget.give(piece.nbytes)
         else:
             give_up = time.monotonic() + self._orphan_timeout
-            self._orphans += [_Orphan(job.task.peer, piece.arrays, piece.nbytes, give_up) for piece in pending]
+            self._orphans += [
+                _Orphan(job.task.peer, piece.arrays, piece.nbytes, give_up) for piece in pending
+            ]
         job.pulling.clear()
         job.writing.clear()
         job.future.set_exception(error)
@@ -237,7 +249,7 @@ class PullExecutor:
         now = time.monotonic()
         left: list[_Orphan] = []
         for orphan in self._orphans:
-            ready = all(array.is_ready() for array in orphan.arrays)
+            ready = _all_ready(orphan.arrays)
             if not ready and now < orphan.give_up:
                 left.append(orphan)
                 continue
@@ -262,6 +274,11 @@ class PullExecutor:
             orphan.give_up = 0.0
         self._drain_orphans()
         self._jobs.clear()
+
+
+def _all_ready(arrays: Sequence[Any]) -> bool:
+    # `jax.Array.is_ready` exists since long before the oldest version supported; its stubs do not know it.
+    return all(array.is_ready() for array in arrays)
 
 
 def _error_in(arrays: Sequence[jax.Array]) -> str | None:

@@ -84,4 +84,6 @@ def explain_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> st
         return list(value) if isinstance(value, tuple) else value
 
     differing = [name for name in names if plain(ours.get(name)) != plain(theirs.get(name))]
-    return "; ".join(f"{name}: ours {plain(ours.get(name))}, theirs {plain(theirs.get(name))}" for name in differing)
+    return "; ".join(
+        f"{name}: ours {plain(ours.get(name))}, theirs {plain(theirs.get(name))}" for name in differing
+    )

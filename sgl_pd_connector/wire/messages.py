@@ -118,4 +118,6 @@ def decode(frame: bytes) -> Message:
         return _ADAPTER.validate_python(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise ProtocolError(f"malformed message: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ProtocolError(
+            f"malformed message: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None

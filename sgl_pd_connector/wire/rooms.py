@@ -32,4 +32,6 @@ def prompt_digest(token_ids: Sequence[int], salt: bytes = b"") -> bytes:
         salt: what else changes the cache: the adapter's LoRA name, image hashes, cache salt.
     """
     tokens = np.asarray(token_ids, dtype="<u4").tobytes()
-    return hashlib.blake2b(tokens, digest_size=DIGEST_BYTES, key=hashlib.blake2b(salt, digest_size=32).digest()).digest()
+    return hashlib.blake2b(
+        tokens, digest_size=DIGEST_BYTES, key=hashlib.blake2b(salt, digest_size=32).digest()
+    ).digest()
