@@ -254,7 +254,8 @@ class InterestTable:
         if age <= limit:
             return None
         cause = interest.lookup_error or "none is registered there"
-        what = f"room {interest.key.room}: no prefill instance at bootstrap server {interest.bootstrap_addr}: {cause}; tried"
+        where = f"bootstrap server {interest.bootstrap_addr}"
+        what = f"room {interest.key.room}: no prefill instance at {where}: {cause}; tried"
         return TransferTimeoutError.after(what, age, "bootstrap_timeout", limit)
 
     def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:

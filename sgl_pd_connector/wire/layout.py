@@ -20,7 +20,7 @@ _BITS = {"bool": 8, "bfloat16": 16}
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of one element of a dtype given by its NumPy/ml_dtypes name: ``"bfloat16"``, ``"float8_e4m3fn"``, ``"int4"``."""
+    """Bits of one element of a dtype, by its NumPy or ml_dtypes name: ``"bfloat16"``, ``"float8_e4m3fn"``."""
     if dtype in _BITS:
         return _BITS[dtype]
     digits = dtype.lstrip("abcdefghijklmnopqrstuvwxyz").split("_")[0]
