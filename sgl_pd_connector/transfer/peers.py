@@ -1,0 +1,110 @@
+"""How an instance describes itself to the bootstrap server, and which prefill instances found there it can use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from sgl_pd_connector.bootstrap.client import BootstrapClient
+from sgl_pd_connector.config import ConnectorConfig
+from sgl_pd_connector.errors import IncompatiblePeerError
+from sgl_pd_connector.transfer.interests import PeerRoute
+from sgl_pd_connector.transfer.transport import Peer
+from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.layout import KVLayout
+from sgl_pd_connector.wire.routes import Route
+
+logger = logging.getLogger(__name__)
+
+
+def describe(
+    *, config: ConnectorConfig, layout: KVLayout, epoch: int, transfer_addr: str, zmq_addr: str
+) -> Route:
+    """A prefill instance's registration. One process drives all its local devices, so it is one rank."""
+    mesh: dict[str, Any] = {
+        "platform": jax.local_devices()[0].platform,
+        "devices": jax.local_device_count(),
+        "page_sharding": list(layout.sharding),
+    }
+    return Route(
+        role="prefill",
+        tp_rank=0,
+        tp_size=1,
+        cp_rank=0,
+        cp_size=1,
+        dp_rank=0,
+        dp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        instance_id=config.instance_id,
+        epoch=epoch,
+        transfer_addr=transfer_addr,
+        zmq_addr=zmq_addr,
+        page_size=layout.page_size,
+        kv_dtype=layout.dtype,
+        layout_digest=layout.digest,
+        transfer_channels=config.transfer_channels,
+        transfer_size=config.transfer_size,
+        mesh_meta=mesh,
+    )
+
+
+@dataclass(frozen=True)
+class PrefillFinder:
+    """Looks prefill instances up. Called on look-up threads: it blocks for one HTTP request.
+
+    What does not match is refused before anything connects: the native transfer server aborts the process when channel
+    counts or address families differ, hangs when transfer sizes do, and takes any layout of the right size for its own.
+    """
+
+    config: ConnectorConfig
+    layout: KVLayout
+
+    def __call__(self, bootstrap_addr: str) -> Sequence[PeerRoute]:
+        """
+        Raises:
+            BootstrapError: the server does not answer.
+            IncompatiblePeerError: instances are registered, and this one can use none of them.
+        """
+        bootstrap = Address.parse(bootstrap_addr, setting="bootstrap_host")
+        with BootstrapClient(bootstrap, timeout=self.config.peer_timeout) as client:
+            routes = client.list("prefill")
+        usable: list[PeerRoute] = []
+        problems: list[str] = []
+        for route in routes:
+            problem = self._mismatch(route, bootstrap)
+            if problem:
+                problems.append(f"prefill instance {route.instance_id}: {problem}")
+            else:
+                usable.append(
+                    PeerRoute(Peer(route.instance_id, route.epoch, route.transfer_addr), route.zmq_addr)
+                )
+        if problems and not usable:
+            raise IncompatiblePeerError("; ".join(problems))
+        for text in problems:
+            logger.warning("not using %s", text)
+        return usable
+
+    def _mismatch(self, route: Route, bootstrap: Address) -> str | None:
+        config, layout = self.config, self.layout
+        pairs = (
+            ("page_size", layout.page_size, route.page_size),
+            ("kv_dtype", layout.dtype, route.kv_dtype),
+            ("transfer_channels", config.transfer_channels, route.transfer_channels),
+            ("transfer_size", config.transfer_size, route.transfer_size),
+            ("KV layout digest", layout.digest, route.layout_digest),
+        )
+        for name, ours, theirs in pairs:
+            if ours != theirs:
+                return f"{name} is {theirs} there and {ours} here; it must be equal"
+        transfer = Address.parse(route.transfer_addr, setting="transfer_addr")
+        own = Address.of(config.host, 0, setting="host")
+        if transfer.family is not own.family:
+            return f"it is at {transfer} and this instance at {own.host}: both must be IPv4 or both IPv6 (setting host)"
+        if transfer.is_loopback and not bootstrap.resolved(setting="bootstrap_host").is_loopback:
+            return f"it advertises {transfer}, which only its own machine can reach (its setting host)"
+        return None
