@@ -1,0 +1,70 @@
+"""What a step's transfers add to the metrics, as plain data that travels from the engine to the API server.
+
+A payload is a dict of lists (observations), sums (counters) and last values (gauges). vLLM merges the
+payloads of the steps between two log lines and hands each to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from sgl_pd_connector.transfer.stats import TransferRecord, TransferStats
+
+OUTCOMES = ("ok", "failed", "timeout", "aborted")
+COUNTERS = ("bytes", "pages")
+STAGES = ("bootstrap", "input", "transfer", "pull")
+GAUGES = ("in_flight", "packed_bytes", "registered_bytes", "pulled_bytes", "waiting_sends", "compilations")
+
+Payload = dict[str, Any]
+
+
+def empty() -> Payload:
+    """A payload that says nothing."""
+    return {
+        **dict.fromkeys(OUTCOMES + COUNTERS, 0),
+        **{f"{stage}_seconds": [] for stage in STAGES},
+        "gauges": {},
+    }
+
+
+def collect(records: Sequence[TransferRecord], stats: TransferStats) -> Payload:
+    """The payload of one step: transfers finished since the last one, and the gauges now.
+
+    Stage times are observed for transfers that were ok: a failed one has no meaningful duration but its
+    deadline.
+    """
+    payload = empty()
+    for record in records:
+        payload[record.outcome] += 1
+        payload["bytes"] += record.nbytes
+        payload["pages"] += record.pages
+        if record.ok:
+            for stage in STAGES:
+                payload[f"{stage}_seconds"].append(getattr(record, f"{stage}_s"))
+    payload["gauges"] = {name: getattr(stats, name) for name in GAUGES}
+    return payload
+
+
+def merge(older: Payload, newer: Payload) -> Payload:
+    """Both together: counters and observations add up, gauges are the newer ones."""
+    return {
+        name: {**value, **newer[name]} if isinstance(value, dict) else value + newer[name]
+        for name, value in older.items()
+    }
+
+
+def is_empty(payload: Payload) -> bool:
+    """Whether it holds no transfers and no gauges."""
+    return not any(payload.values())
+
+
+def summary(payload: Payload) -> dict[str, int | float]:
+    """For vLLM's periodic log line."""
+    line: dict[str, int | float] = {outcome: payload[outcome] for outcome in OUTCOMES if payload[outcome]}
+    if payload["ok"]:
+        line["MB"] = round(payload["bytes"] / 1e6, 3)
+        for stage in STAGES:
+            line[f"mean {stage} (ms)"] = round(1e3 * mean(payload[f"{stage}_seconds"]), 3)
+    return line
