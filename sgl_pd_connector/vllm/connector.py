@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from sgl_pd_connector.transfer import JaxTransferKVManager, kv_args
+from sgl_pd_connector.transfer.manager import JaxTransferKVManager
+from sgl_pd_connector.transfer.pool import kv_args
 from sgl_pd_connector.vllm import stats, support
 from sgl_pd_connector.vllm.metadata import StepMetadata, WorkerMetadata
 from sgl_pd_connector.vllm.prometheus import SglJaxPromMetrics, SglJaxStats
@@ -78,7 +79,9 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
             config = self._config
             own = Address.of(config.host, config.bootstrap_port, setting="host")
             return PrefillScheduler(self._page_size, config.bootstrap_addr or str(own))
-        return DecodeScheduler(self._page_size, recompute_failures=failure_policy == "recompute")
+        return DecodeScheduler(
+            self._page_size, self._config.bootstrap_addr, recompute_failures=failure_policy == "recompute"
+        )
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -172,8 +172,15 @@ class DecodeScheduler:
     What vLLM does with it later (preemption, recomputation) is local.
     """
 
-    def __init__(self, page_size: int, *, recompute_failures: bool) -> None:
+    def __init__(self, page_size: int, bootstrap_addr: str | None, *, recompute_failures: bool) -> None:
+        """
+        Args:
+            page_size: tokens per page.
+            bootstrap_addr: where to look P up if a request does not say.
+            recompute_failures: whether a request without KV from P is prefilled here; else it fails.
+        """
         self._page_size = page_size
+        self._bootstrap_addr = bootstrap_addr
         self._recompute_failures = recompute_failures
         self._phases: dict[str, _Phase] = {}
         self._next = StepMetadata()
@@ -183,7 +190,13 @@ class DecodeScheduler:
             wanted = params.for_decode(request.kv_transfer_params)
             if wanted is None:
                 return
-            transfer = transfer_of(request, wanted.room, wanted.bootstrap_addr)
+            address = wanted.bootstrap_addr or self._bootstrap_addr
+            if address is None:
+                raise RequestError(
+                    f"the request has no {params.PORT} and this server no bootstrap_addr: give the router the "
+                    "bootstrap port after the prefill server's URL"
+                )
+            transfer = transfer_of(request, wanted.room, address)
         except RequestError as error:
             logger.warning("request %s is prefilled here: %s", request.request_id, error)
             return

@@ -94,7 +94,7 @@ class FakeManager:
         self.steps = 0
         self.broken = False
 
-    def create_sender(self, room: int, prompt: bytes = b"", num_tokens: int | None = None) -> FakeSender:
+    def create_sender(self, room: int, prompt: bytes = b"", num_tokens: int = 0) -> FakeSender:
         self.senders.append(FakeSender(room, prompt, num_tokens))
         return self.senders[-1]
 

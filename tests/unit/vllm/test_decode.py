@@ -27,7 +27,9 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def engine(manager: FakeManager, policy: str) -> Engine:
-    return Engine(DecodeScheduler(PAGE, recompute_failures=policy == "recompute"), DecodeWorker(manager))
+    return Engine(
+        DecodeScheduler(PAGE, None, recompute_failures=policy == "recompute"), DecodeWorker(manager)
+    )
 
 
 def ready(engine: Engine, manager: FakeManager, name: str = "a", tokens: int = 10) -> object:
@@ -269,3 +271,21 @@ def test_ordinary_requests_are_left_alone(engine: Engine, manager: FakeManager) 
     engine.finish("a")
     assert engine.run().finished_recving == set()
     assert manager.receivers == []
+
+
+def test_without_an_address_the_request_is_served_here_and_the_remedy_logged(
+    engine: Engine, manager: FakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = engine.add(request("a", 10, kv_transfer_params={"bootstrap_room": 7}))
+    assert engine.scheduler.matched_tokens(new, 0) == PREFILL_HERE
+    engine.run()
+    assert manager.receivers == []
+    assert "give the router the bootstrap port" in caplog.text
+
+
+def test_the_servers_own_address_stands_in(manager: FakeManager) -> None:
+    scheduler = DecodeScheduler(PAGE, "10.0.0.1:7080", recompute_failures=False)
+    engine = Engine(scheduler, DecodeWorker(manager))
+    engine.add(request("a", 10, kv_transfer_params={"bootstrap_room": 7}))
+    engine.run()
+    assert manager.receivers[0].address == "10.0.0.1:7080"
