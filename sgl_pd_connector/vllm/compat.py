@@ -74,8 +74,8 @@ def accept_on_tpu(on_use: Callable[[Any], None]) -> None:
     """Gets our connector past tpu-inference's list of names.
 
     Args:
-        on_use: called with the ``VllmConfig`` of a server that uses our connector, before its platform checks it, in
-            each process that builds the configuration. It may refuse by raising.
+        on_use: called with the ``VllmConfig`` of a server that uses our connector, once its platform has completed
+            it, in each process that builds the configuration. It may refuse by raising.
     """
     if importlib.util.find_spec("tpu_inference") is None:
         return
@@ -90,13 +90,13 @@ def accept_on_tpu(on_use: Callable[[Any], None]) -> None:
         if not uses_our_connector(vllm_config):
             original.__func__(cls, vllm_config)
             return
-        on_use(vllm_config)
         kv_transfer_config = vllm_config.kv_transfer_config
         kv_transfer_config.kv_connector = _STAND_IN
         try:
             original.__func__(cls, vllm_config)
         finally:
             kv_transfer_config.kv_connector = CONNECTOR
+        on_use(vllm_config)
 
     check_and_update_config.accepts_sgl_pd = True  # type: ignore[attr-defined]
     TpuPlatform.check_and_update_config = classmethod(check_and_update_config)

@@ -7,15 +7,19 @@ import os
 import socket
 from typing import Any
 
-from sgl_pd_connector.config import ConnectorConfig, load_config
+from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.vllm import compat
+from sgl_pd_connector.vllm import compat, support
 from sgl_pd_connector.wire.address import Address
 
 
 def register() -> None:
     """Makes vLLM know `SglJaxConnector`. Cheap, and harmless to call again or where the connector is not used."""
     compat.share_logging()
+    if os.environ.get("SGL_PD_CPU_EMULATION", "0") not in ("", "0"):
+        from sgl_pd_connector.testing import cpu_emulation
+
+        cpu_emulation.install()
     compat.register_connector()
     compat.accept_on_tpu(_on_use)
 
@@ -23,7 +27,7 @@ def register() -> None:
 def _on_use(vllm_config: Any) -> None:
     try:
         compat.check_versions()
-        check_server(vllm_config.kv_transfer_config)
+        check_server(vllm_config)
     except ConfigError as error:
         if compat.in_api_server():
             # The one place where a server can still say what is wrong in a line instead of a stack of two processes.
@@ -33,33 +37,24 @@ def _on_use(vllm_config: Any) -> None:
         compat.install_middleware()
 
 
-def check_server(kv_transfer_config: Any) -> ConnectorConfig:
+def check_server(vllm_config: Any) -> None:
     """Validates all that is known before an engine starts.
 
     Args:
-        kv_transfer_config: vLLM's ``KVTransferConfig``, naming our connector.
+        vllm_config: vLLM's ``VllmConfig`` of a server that uses our connector.
 
     Raises:
-        ConfigError: the role, a setting, or a port cannot be used as given.
+        ConfigError: the role, a setting, the engine's set-up or a port cannot be used as given.
     """
-    role = compat.ROLES.get(kv_transfer_config.kv_role)
-    if role is None:
-        raise ConfigError(
-            f"kv_role = {kv_transfer_config.kv_role!r} is not supported: use 'kv_producer' on the server that "
-            "prefills and 'kv_consumer' on the one that decodes"
-        )
+    config = support.check(vllm_config)
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError("VLLM_USE_RUST_FRONTEND: that HTTP server has no middleware, set it to 0")
-    config = load_config(
-        kv_transfer_config.kv_connector_extra_config or {}, where="kv_connector_extra_config"
-    )
     # Only in the first process: in its children the engine may run already, and hold these ports.
-    if role == "prefill" and multiprocessing.parent_process() is None:
+    if vllm_config.kv_transfer_config.kv_role == "kv_producer" and multiprocessing.parent_process() is None:
         if config.bootstrap_addr is None:
             _check_free(config, "bootstrap_port")
         _check_free(config, "side_channel_port")
         _check_free(config, "transfer_port")
-    return config
 
 
 def _check_free(config: ConnectorConfig, setting: str) -> None:

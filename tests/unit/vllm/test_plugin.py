@@ -81,7 +81,19 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def server(connector: str = "SglJaxConnector", role: str = "kv_consumer", **extra: Any) -> Any:
     kv = SimpleNamespace(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra)
-    return SimpleNamespace(kv_transfer_config=kv)
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        distributed_executor_backend="uni",
+    )
+    return SimpleNamespace(
+        kv_transfer_config=kv,
+        parallel_config=parallel,
+        speculative_config=None,
+        model_config=SimpleNamespace(use_mla=False),
+    )
 
 
 def test_the_connector_is_known_and_registering_again_is_harmless(engine: Engine) -> None:
@@ -124,13 +136,11 @@ class TestWrongSettings:
         engine.becomes_api_server()
         with pytest.raises(SystemExit) as caught:
             self.check(engine, server(role="kv_both"))
-        assert str(caught.value).startswith(
-            "SglJaxConnector: kv_role = 'kv_both' is not supported: use 'kv_producer'"
-        )
+        assert str(caught.value).startswith("SglJaxConnector: kv_role = kv_both: a server is either")
         assert "\n" not in str(caught.value)
 
     def test_a_program_gets_an_exception(self, engine: Engine) -> None:
-        with pytest.raises(ConfigError, match="kv_role = 'kv_both'"):
+        with pytest.raises(ConfigError, match="kv_role = kv_both"):
             self.check(engine, server(role="kv_both"))
 
     def test_an_unknown_setting_is_named(self, engine: Engine) -> None:
@@ -172,20 +182,21 @@ class TestPortsInUse:
 
     @pytest.mark.parametrize("setting", ["bootstrap_port", "side_channel_port", "transfer_port"])
     def test_prefill_names_the_setting(self, setting: str, taken: int) -> None:
-        config = server(role="kv_producer", **{"bootstrap_port": 0, setting: taken}).kv_transfer_config
+        elsewhere = {} if setting == "bootstrap_port" else {"bootstrap_addr": "10.0.0.1:8998"}
+        config = server(role="kv_producer", **elsewhere, **{setting: taken})
         with pytest.raises(ConfigError, match=f"{setting} = {taken}: cannot listen on 127.0.0.1:{taken}"):
             plugin.check_server(config)
 
     def test_decode_listens_on_none(self, taken: int) -> None:
-        plugin.check_server(server(bootstrap_port=taken, side_channel_port=taken).kv_transfer_config)
+        plugin.check_server(server(bootstrap_port=taken, side_channel_port=taken))
 
     def test_nor_does_prefill_on_the_port_of_a_bootstrap_elsewhere(self, taken: int) -> None:
         extra = {"bootstrap_port": taken, "bootstrap_addr": "10.0.0.1:8998"}
-        plugin.check_server(server(role="kv_producer", **extra).kv_transfer_config)
+        plugin.check_server(server(role="kv_producer", **extra))
 
     def test_children_do_not_look(self, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(multiprocessing, "parent_process", object)
-        plugin.check_server(server(role="kv_producer", bootstrap_port=taken).kv_transfer_config)
+        plugin.check_server(server(role="kv_producer", bootstrap_port=taken))
 
 
 class TestTheMiddleware:
