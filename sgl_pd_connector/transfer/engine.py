@@ -34,20 +34,38 @@ def new_uuid() -> int:
 
 
 class JaxLink:
-    """A connection to one peer."""
+    """A connection to one peer, over a native server of its own.
 
-    def __init__(self, connection: transfer.TransferConnection) -> None:
-        self.connection = connection
+    A stalled peer wedges every pull of the native server that it is connected to, so no two peers share one.
+    """
+
+    def __init__(self, server: transfer.TransferServer, transfer_addr: str) -> None:
+        self._server: transfer.TransferServer | None = server
+        self._connection: transfer.TransferConnection | None = server.connect(transfer_addr)
 
     def pull(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        return list(self.connection.pull(uuid, list(specs)))
+        if self._connection is None:
+            raise RuntimeError("the connection was dropped after an error on it")
+        return list(self._connection.pull(uuid, list(specs)))
+
+    def drop(self) -> None:
+        """Fails every pull still pending here and lets go of sockets, threads and receive buffers.
+
+        The order matters. Poisoned but kept, a connection wedges P for everybody; and deleting a server whose peer is
+        stalled freezes the whole process, unless its connections were poisoned before.
+        """
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection._poison_connection()  # type: ignore[attr-defined]
+            del connection
+            self._server = None
 
 
 class JaxTransferKVEngine:
     """One native server for offers (P), one native server per peer for pulls (D).
 
     Owner of all native objects of the process. `register`, `release` and `sweep` are called by P's channel thread,
-    `link` and `evict` by D's pull thread; the lock guards the table of links against `close`.
+    `link` and `evict` by D's pull thread only; the lock guards the table of links against `close`.
     """
 
     def __init__(self, *, host: str, port: int, channels: int, transfer_size: int, serve: bool) -> None:
@@ -66,8 +84,6 @@ class JaxTransferKVEngine:
         self._client = jax.local_devices()[0].client
         self._lock = threading.Lock()
         self._links: dict[Peer, JaxLink] = {}
-        # Deleting a server whose peer is stalled freezes the process, GIL held, until the peer resumes: never delete.
-        self._peer_servers: dict[str, transfer.TransferServer] = {}
         self._server: transfer.TransferServer | None = None
         self.transfer_addr = ""
         if serve:
@@ -112,13 +128,20 @@ class JaxTransferKVEngine:
     def link(self, peer: Peer) -> JaxLink:
         with self._lock:
             link = self._links.get(peer)
-            if link is None:
-                server = self._peer_servers.get(peer.instance_id)
-                if server is None:
-                    # A stalled peer wedges every pull of the server it is connected to: one server per peer.
-                    server = self._peer_servers[peer.instance_id] = self._start_server(0)
-                link = self._links[peer] = JaxLink(server.connect(peer.transfer_addr))
-            return link
+            if link is not None:
+                return link
+            # Whoever was there before at that address, or under that name, is gone.
+            gone = [
+                old
+                for old in self._links
+                if old.instance_id == peer.instance_id or old.transfer_addr == peer.transfer_addr
+            ]
+        for old in gone:
+            self.evict(old)
+        link = JaxLink(self._start_server(0), peer.transfer_addr)
+        with self._lock:
+            self._links[peer] = link
+        return link
 
     def evict(self, peer: Peer) -> None:
         with self._lock:
@@ -127,5 +150,9 @@ class JaxTransferKVEngine:
             logger.info(
                 "dropping the connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr
             )
-            # Poisoned, it fails every pull still pending on it; it must not be kept after that, or P is wedged.
-            link.connection._poison_connection()  # type: ignore[attr-defined]
+            link.drop()
+
+    def close(self) -> None:
+        """Drops every connection. The native server of a prefill instance ends with the process."""
+        for peer in list(self._links):
+            self.evict(peer)

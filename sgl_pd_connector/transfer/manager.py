@@ -70,6 +70,7 @@ class JaxTransferKVManager(BaseKVManager):
         self._layout = layout = KVLayout.from_args(args)
         planner = ChunkPlanner(layout, config.chunk_bytes, config.max_chunk_pages)
         self._bootstrap_server: HTTPBootstrapServer | None = None
+        self._engine: JaxTransferKVEngine | None = None
         self._prefill: PrefillSide | None = None
         self._decode: DecodeSide | None = None
         self._registrar: Registrar | None = None
@@ -83,7 +84,7 @@ class JaxTransferKVManager(BaseKVManager):
             known = str(self._bootstrap_server.address)
         super().__init__(args, known or "")
         try:
-            self._engine = JaxTransferKVEngine(
+            self._engine = engine = JaxTransferKVEngine(
                 host=host.host,
                 port=config.transfer_port,
                 channels=config.transfer_channels,
@@ -92,10 +93,10 @@ class JaxTransferKVManager(BaseKVManager):
             )
             if role == "prefill":
                 address = replace(host, port=config.side_channel_port)
-                self._prefill = PrefillSide(planner, self._engine, config, address, self._recorder)
+                self._prefill = PrefillSide(planner, engine, config, address, self._recorder)
             else:
                 self._decode = DecodeSide(
-                    planner, self._engine, config, PrefillFinder(config, layout), self._recorder
+                    planner, engine, config, PrefillFinder(config, layout), self._recorder
                 )
         except BaseException:
             self.close()
@@ -120,7 +121,7 @@ class JaxTransferKVManager(BaseKVManager):
             ops.compilations(),
             time.monotonic() - began,
         )
-        if self._prefill is not None:
+        if self._prefill is not None and self._engine is not None:
             route = describe(
                 config=self.config,
                 layout=self._layout,
@@ -205,6 +206,8 @@ class JaxTransferKVManager(BaseKVManager):
             self._decode.close()
         if self._prefill is not None:
             self._prefill.close()
+        if self._engine is not None:
+            self._engine.close()
         if self._bootstrap_server is not None:
             self._bootstrap_server.stop()
 
