@@ -56,8 +56,10 @@ class Lifecycle:
         with self._lock:
             if self._state is KVPoll.Failed:
                 return False
-            self._state = self._state.next(to)
+            state = self._state.next(to)
+            # Before the state: who sees the new state without the lock finds its time too.
             self._entered[to] = now
+            self._state = state
             return True
 
     def fail(self, error: PDError, now: float) -> bool:
@@ -66,8 +68,8 @@ class Lifecycle:
             if self._state.is_final:
                 return False
             self._error = error
-            self._state = self._state.next(KVPoll.Failed)
             self._entered[KVPoll.Failed] = now
+            self._state = KVPoll.Failed
             return True
 
     def failure_exception(self) -> PDError:

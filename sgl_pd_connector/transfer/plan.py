@@ -91,13 +91,13 @@ class PullChunk(NamedTuple):
 
 
 def plan_pull(ready: msg.Ready, page_ids: Sequence[int], skip_pages: int) -> list[PullChunk]:
-    """Which chunks D pulls to write the prompt's pages from ``skip_pages`` on into ``page_ids``.
+    """Which chunks D pulls to write the prompt's pages from ``skip_pages`` on into ``page_ids``: none if D has them all.
 
     Raises:
         ValueError: the number of pages does not fit the prompt.
     """
     total = sum(chunk.pages for chunk in ready.chunks)
-    if skip_pages < 0 or skip_pages + len(page_ids) != total or not page_ids:
+    if skip_pages < 0 or skip_pages + len(page_ids) != total:
         raise ValueError(
             f"{skip_pages} skipped and {len(page_ids)} given pages do not make the {total} of the prompt"
         )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Command = Callable[[], None]
 
@@ -30,14 +30,15 @@ class CommandQueue:
                 self._commands.append(command)
                 os.eventfd_write(self.fd, 1)
 
-    def drain(self) -> list[Command]:
-        """Everything queued, in order. The consumer's thread only."""
+    def drain(self) -> Iterator[Command]:
+        """Everything queued, in order. The consumer's thread only.
+
+        What is not taken, because a command raised, stays for the next time.
+        """
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        commands = []
         while self._commands:
-            commands.append(self._commands.popleft())
-        return commands
+            yield self._commands.popleft()
 
     def close(self) -> None:
         """Closes the descriptor. Call when the consumer has ended."""
