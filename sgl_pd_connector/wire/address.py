@@ -1,8 +1,8 @@
 """Every ``host:port`` that is read from or written to anything goes through `Address`.
 
 IPv6 hosts are bracketed wherever a port follows (``[::1]:8998``) and bare everywhere else, as in RFC 3986.
-Host names stay names until `Address.resolved`; what goes to the native transfer library must be resolved, because
-it silently turns names into ``0.0.0.0``.
+Host names stay names until `Address.resolved`; what goes to the native transfer library must be resolved: it
+silently turns names into ``0.0.0.0``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What instances tell the bootstrap server about themselves, as JSON with the RFC's flat field names.
 
-Read with care, since it comes from a network: every string, list and mapping is bounded, wrong types are refused by
-the name of their field (no "1" for 1, no true for 1), and fields this version does not know are ignored, so that a
-newer instance can register at an older server during a rolling upgrade.
+Read with care, since it comes from a network: every string, list and mapping is bounded, wrong types are
+refused by the name of their field (no "1" for 1, no true for 1), and fields this version does not know are
+ignored, so that a newer instance can register at an older server during a rolling upgrade.
 """
 
 from __future__ import annotations
@@ -191,6 +191,12 @@ class RouteQuery(BaseModel):
         )
 
 
+class RouteGoodbye(RouteQuery):
+    """Which route to forget; with ``epoch`` only if that epoch holds it."""
+
+    epoch: Epoch | None = None
+
+
 class Heartbeat(WireModel):
     """ "Still there", for any number of ranks of one instance."""
 
@@ -215,7 +221,29 @@ class HeartbeatReply(WireModel):
 
 
 class Registered(WireModel):
-    """Answer to ``PUT /route``: ``ttl`` as in `HeartbeatReply`, ``replaced`` if the key was registered before."""
+    """Answer to ``PUT /route``: ``ttl`` as in `HeartbeatReply`, ``replaced`` if the key was known before."""
 
     ttl: float
     replaced: bool
+
+
+class Deleted(WireModel):
+    """Answer to ``DELETE /route``: whether there was such a route. Deleting twice is harmless."""
+
+    deleted: bool
+
+
+class Health(WireModel):
+    """Answer to ``GET /health``: the number of routes by role, and the ttl as in `HeartbeatReply`."""
+
+    status: Literal["ok"] = "ok"
+    prefill: int
+    decode: int
+    ttl: float
+
+
+class ErrorReply(WireModel):
+    """Every answer that is not 2xx. ``field`` names what is wrong in the request, if it is one field."""
+
+    error: str
+    field: str | None = None

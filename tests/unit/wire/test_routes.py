@@ -18,31 +18,9 @@ from sgl_pd_connector.wire.routes import (
     RouteKey,
     RouteQuery,
 )
+from tests.registrations import PAYLOAD
 
 pytestmark = pytest.mark.unit
-
-PAYLOAD: dict[str, Any] = {
-    "role": "prefill",
-    "instance_id": "prefill-0",
-    "epoch": 7,
-    "tp_rank": 1,
-    "tp_size": 4,
-    "cp_rank": 0,
-    "cp_size": 1,
-    "dp_rank": 2,
-    "dp_size": 3,
-    "pp_rank": 0,
-    "pp_size": 1,
-    "transfer_addr": "10.0.0.1:40001",
-    "zmq_addr": "10.0.0.1:40002",
-    "scheduler_addr": None,
-    "page_size": 16,
-    "kv_dtype": "bfloat16",
-    "mesh_meta": {"axes": {"data": 1, "tensor": 4}, "kind": "TPU v5e"},
-    "layout_digest": "sha256:abc",
-    "transfer_channels": 4,
-    "transfer_size": 16777216,
-}
 
 
 def refused(change: dict[str, Any]) -> dict[str, Any]:

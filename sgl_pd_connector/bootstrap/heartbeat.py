@@ -1,0 +1,198 @@
+"""Keeps an instance registered: when to register, when to say "still there", what to make of the answers."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from sgl_pd_connector.bootstrap.client import BootstrapClient, BootstrapUnavailableError
+from sgl_pd_connector.errors import BootstrapError
+from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.routes import (
+    MAX_RANKS_PER_HEARTBEAT,
+    Heartbeat,
+    HeartbeatReply,
+    Registered,
+    Route,
+)
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY = 0.5
+_CALL_TIMEOUT = 2.0
+
+
+class RegistrationStatus(enum.Enum):
+    """How an instance stands with its bootstrap server, as far as it knows."""
+
+    PENDING = "not registered yet, or forgotten by the server"
+    REGISTERED = "registered"
+    UNREACHABLE = "the server does not answer"
+    REFUSED = "the server answers, but does not take the registration"
+    SUPERSEDED = "another process has registered under the same instance_id"
+
+
+class Registration:
+    """What to tell the bootstrap server next, and when. Free of I/O: ask `next_call`, report what came of it.
+
+    Each ``on_...`` returns the seconds to wait before the next call.
+
+    A server that has forgotten a rank (restarted, or the network was gone for longer than the ttl) is sent
+    it again at once. A rank that another epoch holds is left to it: two processes with the same instance id
+    would otherwise throw each other out for ever. Heartbeats go on, and when the other falls silent the
+    rank is registered again.
+
+    Args:
+        routes: the ranks of one instance that live in this process: same role, instance_id and epoch.
+        interval: seconds between heartbeats; a third of the server's ttl if that is less.
+        jitter: random numbers 0 <= x < 1, which keep instances from calling in step.
+    """
+
+    def __init__(
+        self, routes: Sequence[Route], *, interval: float, jitter: Callable[[], float] = random.random
+    ) -> None:
+        if not 1 <= len({route.key for route in routes}) == len(routes) <= MAX_RANKS_PER_HEARTBEAT:
+            raise ValueError(f"1 to {MAX_RANKS_PER_HEARTBEAT} routes with different ranks, not {len(routes)}")
+        if len({(route.role, route.instance_id, route.epoch) for route in routes}) != 1:
+            raise ValueError("routes of one registration share role, instance_id and epoch")
+        self._routes = {route.rank: route for route in routes}
+        self._missing = dict(self._routes)
+        self._interval = interval
+        self._period = interval
+        self._jitter = jitter
+        self._failures = 0
+        self.status = RegistrationStatus.PENDING
+
+    def next_call(self) -> Route | Heartbeat:
+        """A route to be put, or the heartbeat to be sent."""
+        if self._missing:
+            return next(iter(self._missing.values()))
+        first = next(iter(self._routes.values()))
+        return Heartbeat(
+            role=first.role, instance_id=first.instance_id, epoch=first.epoch, ranks=list(self._routes)
+        )
+
+    def on_registered(self, route: Route, reply: Registered) -> float:
+        del self._missing[route.rank]
+        if self._missing:
+            return self._answered(RegistrationStatus.PENDING, reply.ttl)
+        return self._answered(RegistrationStatus.REGISTERED, reply.ttl)
+
+    def on_heartbeat(self, reply: HeartbeatReply) -> float:
+        self._missing = {rank: self._routes[rank] for rank in reply.unknown if rank in self._routes}
+        if self._missing:
+            return self._answered(RegistrationStatus.PENDING, reply.ttl)
+        held = RegistrationStatus.SUPERSEDED if reply.superseded else RegistrationStatus.REGISTERED
+        return self._answered(held, reply.ttl)
+
+    def on_failure(self, *, answered: bool) -> float:
+        """The call failed; ``answered``: with a refusal, which a quick retry will not change."""
+        self.status = RegistrationStatus.REFUSED if answered else RegistrationStatus.UNREACHABLE
+        pause = self._period if answered else min(self._period, _FIRST_RETRY * 2**self._failures)
+        self._failures += 1
+        return self._spread(pause)
+
+    def _answered(self, status: RegistrationStatus, ttl: float) -> float:
+        self.status = status
+        self._failures = 0
+        self._period = min(self._interval, ttl / 3)
+        return 0.0 if self._missing else self._spread(self._period)
+
+    def _spread(self, seconds: float) -> float:
+        return seconds * (0.9 + 0.2 * self._jitter())
+
+
+class Registrar:
+    """A daemon thread, owned by this object, that keeps the ranks of one instance registered from `start`
+    to `close`.
+
+    It never raises: an unreachable server is tried again for ever, each change of status is logged once.
+
+    Args:
+        address: of the bootstrap server.
+        routes: as for `Registration`.
+        interval: seconds between heartbeats.
+        auth_token: the shared secret, if the server wants one.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        routes: Sequence[Route],
+        *,
+        interval: float = 5.0,
+        auth_token: str | None = None,
+    ) -> None:
+        self._registration = Registration(routes, interval=interval)
+        self._routes = tuple(routes)
+        self._client = BootstrapClient(address, timeout=_CALL_TIMEOUT, auth_token=auth_token)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sgl-pd-registrar", daemon=True)
+
+    @property
+    def status(self) -> RegistrationStatus:
+        return self._registration.status
+
+    @property
+    def registered(self) -> bool:
+        return self.status is RegistrationStatus.REGISTERED
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Deregisters, within seconds even if the server hangs, and ends the thread. Harmless when
+        repeated."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            # A call under way and the goodbye. A thread that is later than that ends by itself.
+            self._thread.join(2 * _CALL_TIMEOUT)
+
+    def _run(self) -> None:
+        delay = 0.0
+        while not self._closing.wait(delay):
+            before = self.status
+            delay, error = self._step()
+            if self.status is not before:
+                self._log(error)
+        if self.status is not RegistrationStatus.UNREACHABLE:
+            self._say_goodbye()
+        self._client.close()
+
+    def _step(self) -> tuple[float, Exception | None]:
+        """One call; returns the seconds until the next, and what went wrong."""
+        call = self._registration.next_call()
+        try:
+            if isinstance(call, Route):
+                return self._registration.on_registered(call, self._client.put(call)), None
+            return self._registration.on_heartbeat(self._client.heartbeat(call)), None
+        except BootstrapError as error:
+            answered = not isinstance(error, BootstrapUnavailableError)
+            return self._registration.on_failure(answered=answered), error
+
+    def _log(self, error: Exception | None) -> None:
+        first = self._routes[0]
+        level = logging.INFO if error is None and self.registered else logging.WARNING
+        logger.log(
+            level,
+            "%s instance %s at bootstrap server %s: %s%s",
+            first.role,
+            first.instance_id,
+            self._client.address,
+            self.status.value,
+            f": {error}" if error is not None else "",
+        )
+
+    def _say_goodbye(self) -> None:
+        deadline = time.monotonic() + _CALL_TIMEOUT
+        try:
+            for route in self._routes:
+                if time.monotonic() > deadline:
+                    break
+                self._client.delete(route.key, route.epoch)
+        except BootstrapError as error:
+            logger.info("not deregistered, the registration expires by itself: %s", error)
