@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -28,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("needs_tpu"):
             item.add_marker(pytest.mark.skip(reason="needs a TPU"))
+
+
+def pytest_sessionstart() -> None:
+    # multiprocessing starts this helper on first use and keeps it: no test is to be blamed for its pipe.
+    resource_tracker.ensure_running()
 
 
 def _descriptors() -> dict[tuple[str, str], str]:
