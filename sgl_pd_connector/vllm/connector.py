@@ -10,7 +10,7 @@ import atexit
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,14 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from sgl_pd_connector.transfer.manager import JaxTransferKVManager
-from sgl_pd_connector.transfer.pool import kv_args
 from sgl_pd_connector.vllm import stats, support
 from sgl_pd_connector.vllm.metadata import StepMetadata, WorkerMetadata
 from sgl_pd_connector.vllm.prometheus import SglJaxPromMetrics, SglJaxStats
 from sgl_pd_connector.vllm.scheduler import DecodeScheduler, PrefillScheduler, SchedulerSide
 from sgl_pd_connector.vllm.worker import DecodeWorker, PrefillWorker, RunnerPools, StepResult, WorkerSide
 from sgl_pd_connector.wire.address import Address
+
+if TYPE_CHECKING:
+    from sgl_pd_connector.transfer.manager import JaxTransferKVManager
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,10 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
         Raises:
             ConfigError: the caches are not of a kind this version moves.
         """
+        # vLLM imports this module in its API server too, where JAX and the servers have no business.
+        from sgl_pd_connector.transfer.manager import JaxTransferKVManager
+        from sgl_pd_connector.transfer.pool import kv_args
+
         pools = RunnerPools(runner)
         self._manager = JaxTransferKVManager(
             kv_args(pools.get_pools(), self._page_size),

@@ -24,9 +24,7 @@ _INTERNAL = "internal error, see the log of the {side} server"
 class Manager(Protocol):
     """What is used of `JaxTransferKVManager`."""
 
-    def create_sender(
-        self, room: int, prompt: bytes = b"", num_tokens: int | None = None
-    ) -> BaseKVSender: ...
+    def create_sender(self, room: int, prompt: bytes = b"", num_tokens: int = 0) -> BaseKVSender: ...
 
     def create_receiver(
         self, room: int, prompt: bytes = b"", num_tokens: int | None = None, bootstrap_addr: str | None = None
