@@ -1,0 +1,48 @@
+"""``sgl-pd bootstrap``: the bootstrap server as a process of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def run(
+    host: Annotated[
+        str, typer.Option(envvar="SGL_PD_HOST", help="Address to bind; :: takes IPv4 and IPv6.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(envvar="SGL_PD_BOOTSTRAP_PORT", min=0, max=65_535, help="0 takes a free port.")
+    ] = 8998,
+    ttl: Annotated[
+        float,
+        typer.Option(
+            envvar="SGL_PD_HEARTBEAT_TTL", min=0.1, help="Seconds until a silent instance is forgotten."
+        ),
+    ] = 15.0,
+) -> None:
+    """Runs the server where prefill and decode instances find each other, until SIGTERM or Ctrl-C.
+
+    A prefill instance runs one of its own unless its bootstrap_addr names this one.
+    """
+    import logging
+    import signal
+
+    from sgl_pd_connector.bootstrap.server import HTTPBootstrapServer
+    from sgl_pd_connector.errors import BootstrapError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+    # Blocked before the server's thread starts, which inherits that: the signals wait for sigtimedwait below.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    server = HTTPBootstrapServer(host, port, ttl=ttl)
+    server.start()
+    typer.echo(f"bootstrap server on {server.address.url()}")
+    try:
+        while signal.sigtimedwait(ends, 0.5) is None:
+            if not server.poll():
+                raise BootstrapError("the bootstrap server ended by itself: see its log lines")
+    finally:
+        server.stop()
