@@ -70,21 +70,24 @@ def gather(pools: Sequence[jax.Array], page_ids: np.ndarray, groups: Sequence[in
 
 
 def scatter(
-    pools: Sequence[jax.Array], packed: Sequence[jax.Array], page_ids: np.ndarray
+    pools: Sequence[jax.Array], packed: Sequence[jax.Array], page_ids: np.ndarray, skip: int = 0
 ) -> tuple[list[jax.Array], jax.Array]:
     """Writes packed buffers, as `gather` returned them, into the named pages, in one asynchronous dispatch.
 
     pools: as for `gather`; donated, their memory is updated in place and the arrays passed in are dead after.
     packed: one `[layers_in_group, n, *page_shape]` per group, in layer order, sharded as `packed_specs` says.
-    page_ids: `[n]` int32 on the host, distinct, any order.
+    page_ids: `[n]` int32 on the host, distinct from `skip` on, any order.
+    skip: how many leading pages of the buffers are not written; their ids do not matter.
 
     Returns the new pools and a token: an int32 scalar that becomes ready when, and only when, the
     writes are done. Whoever waits for it holds no reference to the pools, so the engine may donate them.
     Raises ValueError, before anything is donated, for page ids outside the pool or named twice and for
     buffers that do not fit the pools.
     """
+    if not 0 <= skip < len(page_ids):
+        raise ValueError(f"scatter: cannot skip {skip} of {len(page_ids)} pages")
     ids = _check_ids(page_ids, pools[0].shape[0])
-    if len(np.unique(ids)) != len(ids):
+    if len(np.unique(ids[skip:])) != len(ids) - skip:
         raise ValueError(f"scatter: a page is named twice in {ids.tolist()}")
     groups = tuple(buffer.shape[0] for buffer in packed)
     for buffer, spec in zip(packed, packed_specs(pools, len(ids), groups), strict=True):
@@ -93,7 +96,9 @@ def scatter(
                 f"scatter: a packed buffer is {buffer.dtype}{list(buffer.shape)}, "
                 f"the pools ask for {spec.dtype}{list(spec.shape)}"
             )
-    new_pools, token = _executable("scatter", pools, len(ids), groups)(list(pools), list(packed), ids)
+    new_pools, token = _executable("scatter", pools, len(ids), groups)(
+        list(pools), list(packed), ids, np.int32(skip)
+    )
     return new_pools, token
 
 
@@ -114,13 +119,17 @@ def packed_specs(
     )
 
 
-def warmup(pools: Sequence[PoolLike], groups_by_n: Mapping[int, Sequence[int]]) -> None:
+def warmup(
+    pools: Sequence[PoolLike],
+    groups_by_n: Mapping[int, Sequence[int]],
+    ops: Sequence[str] = ("gather", "scatter"),
+) -> None:
     """Compiles gather and scatter for every page count of the ladder, without running or touching the pools.
 
     groups_by_n: page count -> groups, as the chunk plan fixes them. Call before the server says it is ready.
     """
     for n, groups in groups_by_n.items():
-        for op in ("gather", "scatter"):
+        for op in ops:
             _executable(op, pools, n, tuple(groups))
 
 
@@ -158,7 +167,7 @@ def _compile(op: str, pools: Sequence[PoolLike], n: int, groups: tuple[int, ...]
     if op == "gather":
         return jax.jit(_gather(sharding, groups, pool_specs[0].ndim)).lower(pool_specs, ids).compile()
     fn = jax.jit(_scatter(sharding, pool_specs[0].ndim), donate_argnums=0)
-    return fn.lower(pool_specs, list(packed), ids).compile()
+    return fn.lower(pool_specs, list(packed), ids, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
 def _gather(sharding: Sharding, groups: tuple[int, ...], ndim: int) -> Callable[..., Any]:
@@ -184,10 +193,10 @@ def _scatter(sharding: Sharding, ndim: int) -> Callable[..., Any]:
     axes = _page_axes(sharding)
 
     def local(
-        pools: list[jax.Array], packed: list[jax.Array], ids: jax.Array
+        pools: list[jax.Array], packed: list[jax.Array], ids: jax.Array, skip: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         ids = _local_ids(ids, axes, pools[0].shape[0])
-        new_pools = xla.scatter_pages(pools, packed, ids, partial=bool(axes))
+        new_pools = xla.scatter_pages(pools, packed, ids, skip, partial=bool(axes))
         # The barrier makes the token depend on every pool: no compiler may hand it out before the writes.
         *new_pools, token = lax.optimization_barrier((*new_pools, jnp.int32(0)))
         return list(new_pools), token
@@ -197,7 +206,7 @@ def _scatter(sharding: Sharding, ndim: int) -> Callable[..., Any]:
     return jax.shard_map(
         local,
         mesh=sharding.mesh,
-        in_specs=(sharding.spec, _packed_pspec(sharding.spec, ndim), PartitionSpec()),
+        in_specs=(sharding.spec, _packed_pspec(sharding.spec, ndim), PartitionSpec(), PartitionSpec()),
         out_specs=(sharding.spec, PartitionSpec()),
         check_vma=False,
     )

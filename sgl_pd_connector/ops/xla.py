@@ -26,7 +26,12 @@ def gather_pages(
 
 
 def scatter_pages(
-    pools: Sequence[jax.Array], packed: Sequence[jax.Array], page_ids: jax.Array, *, partial: bool
+    pools: Sequence[jax.Array],
+    packed: Sequence[jax.Array],
+    page_ids: jax.Array,
+    skip: jax.Array,
+    *,
+    partial: bool,
 ) -> list[jax.Array]:
     """The pools with the packed pages in place, updated in place by XLA when the pools are donated.
 
@@ -35,7 +40,7 @@ def scatter_pages(
     written: list[jax.Array] = []
     for buffer in packed:
         for layer in range(buffer.shape[0]):
-            written.append(_put(pools[len(written)], buffer, layer, page_ids, partial))
+            written.append(_put(pools[len(written)], buffer, layer, page_ids, skip, partial))
     return written
 
 
@@ -44,7 +49,9 @@ def _take(pool: jax.Array, page_ids: jax.Array, partial: bool) -> jax.Array:
     return taken
 
 
-def _put(pool: jax.Array, buffer: jax.Array, layer: int, page_ids: jax.Array, partial: bool) -> jax.Array:
+def _put(  # noqa: PLR0917
+    pool: jax.Array, buffer: jax.Array, layer: int, page_ids: jax.Array, skip: jax.Array, partial: bool
+) -> jax.Array:
     origin = (0,) * (pool.ndim - 1)
 
     def put_page(i: jax.Array, pool: jax.Array) -> jax.Array:
@@ -56,5 +63,5 @@ def _put(pool: jax.Array, buffer: jax.Array, layer: int, page_ids: jax.Array, pa
             page = jnp.where(own, page, lax.dynamic_slice(pool, (target, *origin), page.shape))
         return lax.dynamic_update_slice(pool, page, (target, *origin))
 
-    written: jax.Array = lax.fori_loop(0, buffer.shape[1], put_page, pool)
+    written: jax.Array = lax.fori_loop(skip, buffer.shape[1], put_page, pool)
     return written

@@ -131,7 +131,7 @@ class JaxTransferKVManager(BaseKVManager):
             )
             self._registrar = Registrar(
                 Address.parse(self.bootstrap_addr, setting="bootstrap_addr"),
-                route,
+                [route],
                 interval=self.config.heartbeat_interval,
             )
             self._registrar.start()

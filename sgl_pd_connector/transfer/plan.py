@@ -91,7 +91,7 @@ class PullChunk(NamedTuple):
 
 
 def plan_pull(ready: msg.Ready, page_ids: Sequence[int], skip_pages: int) -> list[PullChunk]:
-    """Which chunks D pulls to write the prompt's pages from ``skip_pages`` on into ``page_ids``: none if D has them all.
+    """Which chunks D pulls to write the prompt's pages from ``skip_pages`` on; none if it has them all.
 
     Raises:
         ValueError: the number of pages does not fit the prompt.
