@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sgl_pd_connector.config import ConnectorConfig, load_config
@@ -58,9 +59,10 @@ def check_cache(kv_cache_config: Any) -> None:
 
 
 def _unsupported(vllm_config: Any) -> list[tuple[bool, str]]:
+    """Conditions on what the user set: tpu-inference has not derived its own settings from it yet."""
     parallel = vllm_config.parallel_config
-    sharding = getattr(vllm_config, "sharding_config", None)
-    backend = parallel.distributed_executor_backend
+    sharding = (vllm_config.additional_config or {}).get("sharding", {}).get("sharding_strategy", {})
+    multihost = os.environ.get("TPU_MULTIHOST_BACKEND")
     return [
         (
             parallel.pipeline_parallel_size > 1,
@@ -68,15 +70,15 @@ def _unsupported(vllm_config: Any) -> list[tuple[bool, str]]:
             "has its own layers",
         ),
         (
-            parallel.data_parallel_size > 1 or getattr(sharding, "total_dp_size", 1) > 1,
-            "data parallelism in one server (--data-parallel-size, attention data parallelism): run several "
-            "servers behind the router",
+            parallel.data_parallel_size > 1 or bool(sharding.get("enable_dp_attention")),
+            "data parallelism in one server (--data-parallel-size, enable_dp_attention): run several servers "
+            "behind the router",
         ),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism: pages are split over devices by tokens",
         ),
-        (backend not in (None, "uni"), f"several hosts or worker processes (executor {backend})"),
+        (bool(multihost), f"servers on several hosts (TPU_MULTIHOST_BACKEND={multihost})"),
         (
             vllm_config.speculative_config is not None,
             "speculative decoding (--speculative-config): the drafter's cache is not transferred",

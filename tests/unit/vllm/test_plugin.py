@@ -86,11 +86,11 @@ def server(connector: str = "SglJaxConnector", role: str = "kv_consumer", **extr
         data_parallel_size=1,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
-        distributed_executor_backend="uni",
     )
     return SimpleNamespace(
         kv_transfer_config=kv,
         parallel_config=parallel,
+        additional_config={},
         speculative_config=None,
         model_config=SimpleNamespace(use_mla=False),
     )

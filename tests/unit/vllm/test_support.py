@@ -22,9 +22,8 @@ def vllm_config(role: str = "kv_producer", extra: dict[str, Any] | None = None, 
             data_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
-            distributed_executor_backend="uni",
         ),
-        sharding_config=SimpleNamespace(total_dp_size=1),
+        additional_config={},
         model_config=SimpleNamespace(use_mla=False),
         speculative_config=None,
     )
@@ -47,9 +46,11 @@ def test_an_ordinary_engine_is_accepted_with_its_settings(role: str) -> None:
         (vllm_config(extra={"bootstrap_port": 0}), "bootstrap_port = 0"),
         (vllm_config(parallel_config__pipeline_parallel_size=2), "--pipeline-parallel-size 2"),
         (vllm_config(parallel_config__data_parallel_size=2), "--data-parallel-size"),
-        (vllm_config(sharding_config__total_dp_size=2), "attention data parallelism"),
+        (
+            vllm_config(additional_config={"sharding": {"sharding_strategy": {"enable_dp_attention": True}}}),
+            "enable_dp_attention",
+        ),
         (vllm_config(parallel_config__decode_context_parallel_size=2), "context parallelism"),
-        (vllm_config(parallel_config__distributed_executor_backend="ray"), "executor ray"),
         (vllm_config(speculative_config=object()), "--speculative-config"),
         (vllm_config(model_config__use_mla=True), "MLA"),
     ],
@@ -57,6 +58,12 @@ def test_an_ordinary_engine_is_accepted_with_its_settings(role: str) -> None:
 def test_what_is_not_supported_is_refused_by_name(config: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         check(config)
+
+
+def test_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_MULTIHOST_BACKEND", "ray")
+    with pytest.raises(ConfigError, match="TPU_MULTIHOST_BACKEND=ray"):
+        check(vllm_config())
 
 
 def test_a_free_bootstrap_port_is_fine_when_the_bootstrap_server_runs_elsewhere() -> None:
