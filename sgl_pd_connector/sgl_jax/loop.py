@@ -1,0 +1,127 @@
+"""What both schedulers share: sgl-jax's own event loop with a stop in every step where transfers move on."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sgl_pd_connector.sgl_jax import compat
+from sgl_pd_connector.sgl_jax.pools import SchedulerPools
+from sgl_pd_connector.sgl_jax.server_args import DisaggregationArgs
+from sgl_pd_connector.transfer import JaxTransferKVManager, Role, kv_args
+
+if TYPE_CHECKING:
+    from sgl_pd_connector.sgl_jax.surface import SchedulerSurface as _Scheduler
+else:
+    _Scheduler = object
+
+logger = logging.getLogger(__name__)
+
+WAIT_BUSY_MS = 1
+"""How long an idle scheduler sleeps at most while transfers are in flight. A new request wakes it."""
+
+WAIT_IDLE_MS = 20
+"""The same without transfers; the manager still wants a step now and then."""
+
+
+class _Stop(Exception):  # noqa: N818 - leaves the loop, reports no error
+    """SIGTERM: leaves sgl-jax's event loop, which has no other end."""
+
+
+class DisaggregationSchedulerMixin(_Scheduler):
+    """Mixed in before sgl-jax's ``Scheduler``.
+
+    sgl-jax's loops call `recv_requests` once at the top of every step, paused or idle or not. That is where this
+    package's work is done: never waiting, on the scheduler's thread, the owner of the pools, between two forwards.
+    """
+
+    disaggregation: DisaggregationArgs
+    kv_manager: JaxTransferKVManager
+    _stopping = False
+
+    def _start_transfers(self, args: DisaggregationArgs) -> None:
+        """Makes the manager, once the engine's pools exist, and registers with the bootstrap server."""
+        self.disaggregation = args
+        pools = SchedulerPools(self)
+        self.kv_manager = JaxTransferKVManager(
+            kv_args(pools.get_pools(), self.page_size),
+            args.bootstrap_addr,
+            role=Role(args.mode),
+            config=args.config,
+        )
+        self.kv_manager.register_runner(pools)
+
+    def _run_event_loop(self) -> None:
+        """sgl-jax's loop, plain or overlapped, until SIGTERM."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            if self.enable_overlap:
+                super().event_loop_overlap()
+            else:
+                super().event_loop_normal()
+        except _Stop:
+            logger.info("SIGTERM: ending %d transfers", self._num_transfers())
+        finally:
+            self.kv_manager.close()
+
+    def _on_sigterm(self, signum: int, frame: object) -> None:
+        self._stopping = True
+
+    def recv_requests(self) -> list[Any]:
+        if self._stopping:
+            raise _Stop
+        self.kv_manager.step()
+        self._poll_transfers()
+        if self.cur_batch is None or self._engine_paused:
+            self.recv_from_tokenizer.poll(WAIT_BUSY_MS if self._num_transfers() else WAIT_IDLE_MS)
+        return super().recv_requests()
+
+    def _poll_transfers(self) -> None:
+        """Looks at every transfer and moves its request on."""
+        raise NotImplementedError
+
+    def _num_transfers(self) -> int:
+        """Transfers, and pages held for them, that have not come to an end."""
+        raise NotImplementedError
+
+    def _accept(self, req: Any) -> bool:
+        """A request enters the waiting queue. False: it is kept elsewhere for now."""
+        raise NotImplementedError
+
+    def _add_request_to_queue(self, req: Any) -> None:
+        if self._accept(req):
+            super()._add_request_to_queue(req)
+
+    def _extend_requests_to_queue(self, reqs: list[Any], is_retracted: bool = False) -> None:
+        super()._extend_requests_to_queue([req for req in reqs if self._accept(req)], is_retracted)
+
+    def get_new_batch_prefill(self) -> Any:
+        compat.forget_full(self.running_batch)
+        return super().get_new_batch_prefill()
+
+    def _can_flush_cache(self) -> tuple[bool, str]:
+        # Also sgl-jax's test for "nothing is going on", after which it counts every page.
+        if count := self._num_transfers():
+            return False, f"Cache not flushed because there are {count} KV transfers."
+        return super()._can_flush_cache()
+
+    def stream_output(
+        self,
+        reqs: list[Any],
+        return_logprob: bool,
+        return_output_logprob_only: bool,
+        skip_reqs: Any = None,
+        cache_miss_count: Any = None,
+    ) -> None:
+        """Streams requests with and without logprobs apart: sgl-jax gives a mixed batch lists of unequal lengths."""
+        groups: dict[tuple[bool, bool], list[Any]] = {}
+        for req in self._answerable(reqs):
+            groups.setdefault((bool(req.return_logprob), bool(req.return_output_logprob_only)), []).append(req)
+        for (logprobs, output_only), group in groups.items():
+            super().stream_output(group, logprobs, output_only, skip_reqs, cache_miss_count)
+
+    def _answerable(self, reqs: Iterable[Any]) -> Iterable[Any]:
+        """Of the requests to be streamed out, those that may be."""
+        return reqs
