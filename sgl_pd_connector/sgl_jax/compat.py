@@ -52,22 +52,29 @@ def check_installed() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError("sglang-jax is not installed: pip install 'sgl-pd-connector[sgl-jax]'") from None
     if installed != VERSION:
-        raise ConfigError(f"sglang-jax {installed} is installed; sgl_pd_connector.sgl_jax is written for {VERSION}")
+        raise ConfigError(
+            f"sglang-jax {installed} is installed; sgl_pd_connector.sgl_jax is written for {VERSION}"
+        )
     from sgl_jax.srt.managers.scheduler import Scheduler
     from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 
     differing = [
-        f"{found.__name__}.{name}{inspect.signature(theirs) if (theirs := getattr(found, name, None)) else ' is missing'}"
-        for ours, found in ((surface.SchedulerSurface, Scheduler), (surface.TokenizerSurface, TokenizerManager))
+        f"{found.__name__}.{name}"
+        for ours, found in (
+            (surface.SchedulerSurface, Scheduler),
+            (surface.TokenizerSurface, TokenizerManager),
+        )
         for name, stub in surface.methods(ours).items()
-        if not _same_parameters(stub, getattr(found, name, None))
+        if _parameters(stub) != _parameters(getattr(found, name, None))
     ]
     if differing:
-        raise ConfigError(f"sglang-jax {installed} differs from what is expected: {'; '.join(differing)}")
+        raise ConfigError(
+            f"sglang-jax {installed}: missing, or with other parameters: {', '.join(differing)}"
+        )
 
 
-def _same_parameters(stub: Callable[..., Any], theirs: Callable[..., Any] | None) -> bool:
-    return theirs is not None and list(inspect.signature(stub).parameters) == list(inspect.signature(theirs).parameters)
+def _parameters(method: Callable[..., Any] | None) -> list[str] | None:
+    return None if method is None else list(inspect.signature(method).parameters)
 
 
 def install(args: DisaggregationArgs) -> None:
@@ -89,8 +96,27 @@ def run_scheduler(args: DisaggregationArgs, *scheduler_args: Any) -> None:
 
     from sgl_pd_connector.sgl_jax.schedulers import make_scheduler
 
+    allow_unconstrained_rows()
     scheduler.Scheduler = functools.partial(make_scheduler, args)
     scheduler.run_scheduler_process(*scheduler_args)
+
+
+def allow_unconstrained_rows() -> None:
+    """Corrects batches in which only some requests are constrained by a grammar.
+
+    sgl-jax makes the batch's mask of allowed tokens from zeros, and fills the rows that have a grammar: every other
+    request may sample nothing, and gets NaN. Unnecessary once upstream starts from ones.
+    """
+    from sgl_jax.srt.constrained.llguidance_backend import GuidanceGrammar
+
+    allocate = GuidanceGrammar.allocate_vocab_mask
+
+    def allocate_vocab_mask(self: Any, vocab_size: int, batch_size: int) -> np.ndarray:
+        mask: np.ndarray = allocate(self, vocab_size, batch_size)
+        mask.fill(-1)
+        return mask
+
+    GuidanceGrammar.allocate_vocab_mask = allocate_vocab_mask
 
 
 def server_args(argv: list[str]) -> Any:
@@ -165,6 +191,16 @@ def take(req: Any) -> PDRequest | None:
     if pd is not None:
         setattr(req, _CARRIER, None)
     return pd
+
+
+def uniform_logprobs(req: Any) -> None:
+    """Lets a request for logprobs of the output share a batch with one that wants none.
+
+    sgl-jax computes nothing for ``return_output_logprob_only`` unless all requests of a batch have it, reads the result
+    all the same, and dies. Asking for the prompt's last logprob as well gives the client the same answer.
+    """
+    if req.return_output_logprob_only:
+        req.return_logprob, req.return_output_logprob_only = True, False
 
 
 def refusal(req: Any) -> str | None:

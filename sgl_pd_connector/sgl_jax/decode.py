@@ -62,7 +62,9 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
         pd = compat.take(req)
         if pd is None or pd.num_tokens == 0:
             return True
-        receiver = self.kv_manager.create_receiver(pd.room, pd.prompt, pd.num_tokens, bootstrap_addr=pd.bootstrap_addr)
+        receiver = self.kv_manager.create_receiver(
+            pd.room, pd.prompt, pd.num_tokens, bootstrap_addr=pd.bootstrap_addr
+        )
         if reason := compat.refusal(req):
             receiver.abort(f"the decode server refused the request: {reason}")
             return True
@@ -122,7 +124,7 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
         else:
             logger.warning("request %s: KV transfer failed: %s", req.rid, error)
             compat.fail(req, f"KV transfer failed: {error}", HTTPStatus.BAD_GATEWAY)
-            self.stream_output([req], False, False)
+            self._answer(req)
 
     def get_new_batch_prefill(self) -> Any:
         batch = super().get_new_batch_prefill()
@@ -168,7 +170,7 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
                 if receiving.reservation is not None:
                     self._pages.give_back(receiving.reservation)
                 compat.fail(receiving.req, "Aborted", None)
-                self.stream_output([receiving.req], False, False)
+                self._answer(receiving.req)
         queued = set(map(id, self.waiting_queue))
         for key in [key for key in self._received if key not in queued]:
             self._release(self._received.pop(key))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_pd_connector.sgl_jax import compat
 from sgl_pd_connector.sgl_jax.pools import SchedulerPools
 from sgl_pd_connector.sgl_jax.server_args import DisaggregationArgs
-from sgl_pd_connector.transfer import JaxTransferKVManager, Role, kv_args
+from sgl_pd_connector.transfer import JaxTransferKVManager, kv_args
 
 if TYPE_CHECKING:
     from sgl_pd_connector.sgl_jax.surface import SchedulerSurface as _Scheduler
@@ -26,7 +26,7 @@ WAIT_IDLE_MS = 20
 """The same without transfers; the manager still wants a step now and then."""
 
 
-class _Stop(Exception):  # noqa: N818 - leaves the loop, reports no error
+class _Stop(Exception):
     """SIGTERM: leaves sgl-jax's event loop, which has no other end."""
 
 
@@ -48,7 +48,7 @@ class DisaggregationSchedulerMixin(_Scheduler):
         self.kv_manager = JaxTransferKVManager(
             kv_args(pools.get_pools(), self.page_size),
             args.bootstrap_addr,
-            role=Role(args.mode),
+            role="prefill" if args.mode == "prefill" else "decode",
             config=args.config,
         )
         self.kv_manager.register_runner(pools)
@@ -91,11 +91,15 @@ class DisaggregationSchedulerMixin(_Scheduler):
         raise NotImplementedError
 
     def _add_request_to_queue(self, req: Any) -> None:
-        if self._accept(req):
+        if self._enters(req):
             super()._add_request_to_queue(req)
 
     def _extend_requests_to_queue(self, reqs: list[Any], is_retracted: bool = False) -> None:
-        super()._extend_requests_to_queue([req for req in reqs if self._accept(req)], is_retracted)
+        super()._extend_requests_to_queue([req for req in reqs if self._enters(req)], is_retracted)
+
+    def _enters(self, req: Any) -> bool:
+        compat.uniform_logprobs(req)
+        return self._accept(req)
 
     def get_new_batch_prefill(self) -> Any:
         compat.forget_full(self.running_batch)
@@ -115,12 +119,17 @@ class DisaggregationSchedulerMixin(_Scheduler):
         skip_reqs: Any = None,
         cache_miss_count: Any = None,
     ) -> None:
-        """Streams requests with and without logprobs apart: sgl-jax gives a mixed batch lists of unequal lengths."""
-        groups: dict[tuple[bool, bool], list[Any]] = {}
-        for req in self._answerable(reqs):
-            groups.setdefault((bool(req.return_logprob), bool(req.return_output_logprob_only)), []).append(req)
-        for (logprobs, output_only), group in groups.items():
-            super().stream_output(group, logprobs, output_only, skip_reqs, cache_miss_count)
+        super().stream_output(
+            list(self._answerable(reqs)),
+            return_logprob,
+            return_output_logprob_only,
+            skip_reqs,
+            cache_miss_count,
+        )
+
+    def _answer(self, req: Any) -> None:
+        """Streams out one request by itself. As a batch with logprobs, in which one without them has empty lists."""
+        self.stream_output([req], return_logprob=True, return_output_logprob_only=False)
 
     def _answerable(self, reqs: Iterable[Any]) -> Iterable[Any]:
         """Of the requests to be streamed out, those that may be."""

@@ -29,7 +29,9 @@ class SchedulerPools:
                 "windows and recurrent states are not transferred yet)"
             )
         if scheduler.model_config.is_multimodal:
-            raise ConfigError("multimodal models are not supported yet: images are not part of a prompt's digest")
+            raise ConfigError(
+                "multimodal models are not supported yet: images are not part of a prompt's digest"
+            )
         self._scheduler = scheduler
         self._pool = pool
 

@@ -102,7 +102,7 @@ class SchedulerDisaggregationPrefillMixin(DisaggregationSchedulerMixin):
                 del self._send_queue[id(sending.req)]
                 if state is KVPoll.Failed:
                     self._handle_failed_send(sending)
-                self.stream_output([sending.req], False, False)
+                self._answer(sending.req)
 
     def _handle_failed_send(self, sending: Sending) -> None:
         """With ``recompute`` D answers the client all the same, so P's answer must not be an error to the router."""
@@ -118,7 +118,7 @@ class SchedulerDisaggregationPrefillMixin(DisaggregationSchedulerMixin):
                 self._forget(sending, "the client gave the request up")
                 if sending.answer_due:
                     compat.fail(sending.req, "Aborted", None)
-                    self.stream_output([sending.req], False, False)
+                    self._answer(sending.req)
 
     def _forget(self, sending: Sending, reason: str) -> None:
         sending.sender.abort(reason)

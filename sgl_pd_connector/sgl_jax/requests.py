@@ -81,7 +81,9 @@ def read(args: DisaggregationArgs, obj: Any, input_ids: list[int]) -> PDRequest 
         if prefill is None:
             return None
         if fields.get(ROOM) is None:
-            raise RequestError(f"{ROOM} is missing: sgl-jax servers need a router that sends both servers one body")
+            raise RequestError(
+                f"{ROOM} is missing: sgl-jax servers need a router that sends both servers one body"
+            )
         room = prefill.room
     else:
         decode = for_decode(fields)
@@ -89,9 +91,13 @@ def read(args: DisaggregationArgs, obj: Any, input_ids: list[int]) -> PDRequest 
             return None
         room, bootstrap_addr = decode.room, decode.bootstrap_addr or args.bootstrap_addr
         if bootstrap_addr is None:
-            raise RequestError(f"{HOST} is missing, and {PREFIX}bootstrap-host does not say where P is registered")
+            raise RequestError(
+                f"{HOST} is missing, and {PREFIX}bootstrap-host does not say where P is registered"
+            )
     if obj.return_routed_experts:
-        raise RequestError("return_routed_experts: the experts of a prompt are known only where it was prefilled")
+        raise RequestError(
+            "return_routed_experts: the experts of a prompt are known only where it was prefilled"
+        )
     if obj.contains_mm_input():
         raise RequestError("images, audio and video are not transferred between prefill and decode servers")
     logprob_start = obj.logprob_start_len if obj.return_logprob else None

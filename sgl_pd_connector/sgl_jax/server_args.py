@@ -82,7 +82,9 @@ def parse(argv: Sequence[str]) -> tuple[DisaggregationArgs, list[str]]:
     config = load_config({**options.disaggregation_config, **given}, where=f"{PREFIX}* flags")
     bootstrap_addr = config.bootstrap_addr
     if options.disaggregation_mode == "decode" and bootstrap_addr is None and "host" in given:
-        bootstrap_addr = str(Address.of(config.host, config.bootstrap_port, setting=f"{PREFIX}bootstrap-host"))
+        bootstrap_addr = str(
+            Address.of(config.host, config.bootstrap_port, setting=f"{PREFIX}bootstrap-host")
+        )
     args = DisaggregationArgs(
         mode=options.disaggregation_mode,
         config=config,
@@ -121,7 +123,12 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, help_text: str, **options: Any) -> None:
         group.add_argument(PREFIX + name, help=help_text, **options)
 
-    add("mode", "Role of this server; null is sgl-jax as it is.", choices=["null", "prefill", "decode"], default="null")
+    add(
+        "mode",
+        "Role of this server; null is sgl-jax as it is.",
+        choices=["null", "prefill", "decode"],
+        default="null",
+    )
     add("transfer-backend", "How KV pages travel.", choices=["jax"], default="jax")
     add(
         "bootstrap-host",
@@ -152,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "config",
-        'Other settings as a JSON object, e.g. \'{"lease": 60}\'; the environment (SGL_PD_LEASE=60) works too.',
+        "Other settings as a JSON object, e.g. '{\"lease\": 60}'; the environment (SGL_PD_LEASE=60) works too.",
         type=_json_object,
         default={},
         metavar="JSON",

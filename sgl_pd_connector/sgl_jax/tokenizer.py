@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException, Request
@@ -16,7 +17,7 @@ from sgl_pd_connector.sgl_jax.requests import KV_TRANSFER_PARAMS, PDRequest, rea
 from sgl_pd_connector.sgl_jax.server_args import DisaggregationArgs
 
 if TYPE_CHECKING:
-    from sgl_pd_connector.sgl_jax.compat import TokenizerSurface as _TokenizerManager
+    from sgl_pd_connector.sgl_jax.surface import TokenizerSurface as _TokenizerManager
 else:
     _TokenizerManager = object
 
@@ -63,7 +64,9 @@ class DisaggregationTokenizerMixin(_TokenizerManager):
         state.pd = compat.attached(tokenized_obj)
         return state
 
-    async def _wait_one_response(self, obj: Any, state: Any, request: Request | None = None) -> AsyncIterator[Any]:
+    async def _wait_one_response(
+        self, obj: Any, state: Any, request: Request | None = None
+    ) -> AsyncIterator[Any]:
         async for out in super()._wait_one_response(obj, state, request):
             if isinstance(state.pd, PDRequest):
                 self._complete(out["meta_info"])
@@ -85,16 +88,20 @@ class DisaggregationTokenizerMixin(_TokenizerManager):
 
     async def sigterm_watchdog(self) -> None:
         """Ends the server at SIGTERM: drains, lets the scheduler tell its peers, ends the process tree."""
-        while not self.gracefully_exit:
-            await asyncio.sleep(0.2)
-        deadline = asyncio.get_running_loop().time() + DRAIN_SECONDS
-        while self.rid_to_state and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.1)
+        await _until(lambda: self.gracefully_exit)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await _until(lambda: not self.rid_to_state)
         if self.rid_to_state:
-            logger.warning("SIGTERM: %d requests did not finish in %g s", len(self.rid_to_state), DRAIN_SECONDS)
+            logger.warning("SIGTERM: %d requests did not end in %g s", len(self.rid_to_state), DRAIN_SECONDS)
         self.shutdown()
         await asyncio.to_thread(stop_children)
         compat.kill_process_tree(include_self=True)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - sgl-jax sets attributes, not events
+        await asyncio.sleep(0.1)
 
 
 def stop_children() -> None:
