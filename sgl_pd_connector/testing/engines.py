@@ -1,0 +1,132 @@
+"""Command lines of the engines: a plain server, a prefill server and a decode server of one model.
+
+On a machine without a TPU they run under CPU emulation. `ENGINES` is where another engine is added.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from sgl_pd_connector.errors import ConfigError
+from sgl_pd_connector.testing.checkpoints import make_checkpoint
+from sgl_pd_connector.testing.servers import LOCALHOST, Server
+
+Role = Literal["plain", "prefill", "decode"]
+
+
+class Engine(Protocol):
+    """What the demo and the end-to-end tests need of an engine.
+
+    Attributes:
+        model: path or name of the model it serves.
+        page_size: tokens per page.
+        max_tokens: how long prompt and answer may be together.
+        emulated: whether it runs on the CPU.
+    """
+
+    model: str
+    page_size: int
+    max_tokens: int
+    emulated: bool
+
+    def server(
+        self, role: Role, *, port: int, directory: Path, settings: Mapping[str, Any] | None = None
+    ) -> Server:
+        """A server that is not started yet.
+
+        Args:
+            role: ``"plain"`` has no connector at all.
+            port: of its HTTP API.
+            directory: for its log, and whatever else it writes.
+            settings: of the connector.
+        """
+
+    def request(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
+        """Path and JSON body of a greedy request for a prompt given as token ids."""
+
+    def token_ids(self, answer: Mapping[str, Any]) -> list[int]:
+        """The generated tokens in the answer to such a request."""
+
+
+@dataclass
+class VllmEngine:
+    """vLLM on tpu-inference. Attributes as in `Engine`; ``extra_args`` are further flags of ``vllm serve``."""
+
+    model: str
+    page_size: int
+    max_tokens: int
+    emulated: bool
+    extra_args: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def server(
+        self, role: Role, *, port: int, directory: Path, settings: Mapping[str, Any] | None = None
+    ) -> Server:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
+        command += ["--host", LOCALHOST, "--port", str(port), "--block-size", str(self.page_size)]
+        command += ["--max-model-len", str(self.max_tokens), *self.extra_args]
+        if role != "plain":
+            transfer = {
+                "kv_connector": "SglJaxConnector",
+                "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+                "kv_connector_extra_config": dict(settings or {}),
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        environment = {**self.environment, **({} if self.emulated else _one_chip(role))}
+        return Server(f"vllm {role}", command, port, directory / f"{role}.log", environment)
+
+    def request(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
+        return "/v1/completions", {**body, "return_token_ids": True}
+
+    def token_ids(self, answer: Mapping[str, Any]) -> list[int]:
+        return list(answer["choices"][0]["token_ids"])
+
+
+_EMULATED_VLLM = ["--max-num-seqs", "8", "--max-num-batched-tokens", "512"]
+_EMULATED_VLLM += ["--enforce-eager", "--dtype", "float32"]
+
+
+def _vllm(model: str | None) -> VllmEngine:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed here: pip install 'sgl-pd-connector[vllm,router]'")
+    if tpu_chips():
+        if model is None:
+            raise ConfigError("--model: name a model that fits one TPU chip")
+        return VllmEngine(model, 128, 2048, emulated=False)
+    environment = {"SGL_PD_CPU_EMULATION": "1", "JAX_PLATFORMS": "cpu", "VLLM_HOST_IP": LOCALHOST}
+    if model is None:
+        model, environment["HF_HUB_OFFLINE"] = str(make_checkpoint()), "1"
+    return VllmEngine(model, 16, 1024, emulated=True, extra_args=_EMULATED_VLLM, environment=environment)
+
+
+ENGINES: dict[str, Callable[[str | None], Engine]] = {"vllm": _vllm}
+"""By name: makes the engine for a model, or for a tiny random one."""
+
+
+def tpu_chips() -> list[int]:
+    """Numbers of this machine's TPU chips, found without claiming them."""
+    from jax._src import hardware_utils
+
+    visible = os.environ.get("TPU_VISIBLE_CHIPS")
+    if visible:
+        return [int(chip) for chip in visible.split(",")]
+    count, _ = hardware_utils.num_available_tpu_chips_and_device_id()
+    return list(range(count))
+
+
+def _one_chip(role: Role) -> dict[str, str]:
+    """Environment that shows P (and the plain server, which runs before it) the first chip, and D the second."""
+    chips = tpu_chips()
+    if len(chips) < 2:
+        raise ConfigError(f"P and D need a TPU chip each, and this machine has {len(chips)}")
+    mine = chips[1] if role == "decode" else chips[0]
+    one = "1,1,1"
+    return {"TPU_VISIBLE_CHIPS": str(mine), "TPU_CHIPS_PER_PROCESS_BOUNDS": one, "TPU_PROCESS_BOUNDS": one}
