@@ -40,7 +40,7 @@ class PeerRoute(NamedTuple):
     zmq_addr: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Interest:
     """One receiver's side of the channel.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError, TransferTimeoutError
@@ -23,6 +23,9 @@ from sgl_pd_connector.wire.rooms import RoomKey
 MAX_SUBSCRIPTIONS = 65_536
 """Rooms that D may ask for ahead of P's own request. Beyond it D is told to wait and asks again."""
 
+MAX_ENDED_UNASKED = 10_000
+"""Requests that failed before any D asked for them, of which the reason is still known."""
+
 
 class PackedChunk(NamedTuple):
     """A chunk and its gathered buffers (arrays of the transport; opaque here)."""
@@ -31,7 +34,7 @@ class PackedChunk(NamedTuple):
     buffers: Sequence[Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Offer:
     """One sender's side of a transfer.
 
@@ -94,6 +97,7 @@ class Timeouts(NamedTuple):
 
     lease: float
     prefill_timeout: float
+    transfer_timeout: float
 
 
 class OfferTable:
@@ -126,6 +130,7 @@ class OfferTable:
         self._prompts_in_room: dict[int, int] = {}
         self._waiting: dict[RoomKey, dict[int, _Subscription]] = {}
         self._waiting_key: dict[int, RoomKey] = {}
+        self._ended_unasked: dict[RoomKey, tuple[PDError, float]] = {}
         self.registered_bytes = 0
 
     def __len__(self) -> int:
@@ -137,10 +142,12 @@ class OfferTable:
         """A new request. A D that asked for its room already is met at once."""
         self._by_key.setdefault(offer.key, []).append(offer)
         self._prompts_in_room[offer.key.room] = self._prompts_in_room.get(offer.key.room, 0) + 1
+        self._ended_unasked.pop(offer.key, None)
         waiting = self._waiting.get(offer.key)
         if not waiting:
             return []
-        attempt, subscription = next(iter(waiting.items()))
+        # The one heard last: a D that died is still here until its lease ends.
+        attempt, subscription = max(waiting.items(), key=lambda item: item[1].heard)
         self._drop_subscription(attempt)
         return self._claim(offer, attempt, subscription.peer, subscription.peer_name, now)
 
@@ -169,13 +176,13 @@ class OfferTable:
             case msg.Subscribe():
                 return self._on_subscribe(peer, message, now)
             case msg.Done():
-                offer = self._by_attempt.get(message.attempt)
+                offer = self._claimed_by(message)
                 if offer is None or not offer.uuids:
                     return []
                 offer.life.advance(KVPoll.Success, now)
                 return self._forget(offer)
             case msg.Failed() | msg.Abort():
-                offer = self._by_attempt.get(message.attempt)
+                offer = self._claimed_by(message)
                 if offer is not None:
                     said = "failed" if isinstance(message, msg.Failed) else "gave up"
                     text = f"{offer.peer_name} {said}: {message.reason}"
@@ -187,37 +194,45 @@ class OfferTable:
                 return []
 
     def _on_subscribe(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
-        if message.version != msg.PROTOCOL_VERSION:
-            reason = f"protocol version {message.version} is not spoken here, only {msg.PROTOCOL_VERSION}"
-            return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=reason))]
-        if message.layout_digest != self._layout_digest:
-            reason = (
-                f"KV layout digest {message.layout_digest} of decode instance {message.instance_id} differs from "
-                f"{self._layout_digest} of this prefill instance: model, dtype, page size and sharding must be equal"
-            )
-            return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=reason))]
-        name = f"decode instance {message.instance_id}"
-        offer = self._by_attempt.get(message.attempt)
-        if offer is not None:
-            offer.heard, offer.peer = now, peer
-            if offer.uuids:
-                return [Reply(peer, self._ready(offer, offer.uuids))]
-            return [self._wait(message, "yes", peer)]
-        key = RoomKey(message.room, message.prompt)
+        refusal = self._refusal(message)
+        if refusal:
+            return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=refusal))]
+        if message.attempt in self._by_attempt:
+            return self._renew(peer, message, now)
+        self._drop_subscription(message.attempt)
+        key, name = RoomKey(message.room, message.prompt), f"decode instance {message.instance_id}"
         for offer in self._by_key.get(key, ()):
             if offer.attempt is None:
-                self._drop_subscription(message.attempt)
                 return self._claim(offer, message.attempt, peer, name, now)
-        self._drop_subscription(message.attempt)
+        if key in self._ended_unasked:
+            error, _ = self._ended_unasked[key]
+            return [_wait(peer, message, "yes"), _farewell(peer, message.room, message.attempt, error)]
         if len(self._waiting_key) < MAX_SUBSCRIPTIONS:
             self._waiting.setdefault(key, {})[message.attempt] = _Subscription(peer, name, now)
             self._waiting_key[message.attempt] = key
-        known = "other_prompt" if self._prompts_in_room.get(message.room) else "no"
-        return [self._wait(message, known, peer)]
+        return [_wait(peer, message, "other_prompt" if message.room in self._prompts_in_room else "no")]
 
-    @staticmethod
-    def _wait(message: msg.Subscribe, known: Any, peer: Any) -> Reply:
-        return Reply(peer, msg.Wait(room=message.room, attempt=message.attempt, known=known))
+    def _renew(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
+        offer = self._claimed_by(message)
+        if offer is None:
+            return []  # an attempt is for one room
+        offer.heard, offer.peer = now, peer
+        return [Reply(peer, self._ready(offer, offer.uuids)) if offer.uuids else _wait(peer, message, "yes")]
+
+    def _refusal(self, message: msg.Subscribe) -> str:
+        """Why this D cannot be served at all; empty if it can."""
+        if message.version != msg.PROTOCOL_VERSION:
+            return f"protocol version {message.version} is not spoken here, only {msg.PROTOCOL_VERSION}"
+        if message.layout_digest != self._layout_digest:
+            return (
+                f"KV layout digest {message.layout_digest} of decode instance {message.instance_id} differs from "
+                f"{self._layout_digest} of this prefill instance: model, dtype, page size and sharding must be equal"
+            )
+        return ""
+
+    def _claimed_by(self, message: msg.Message) -> Offer | None:
+        offer = self._by_attempt.get(message.attempt)
+        return offer if offer is not None and offer.key.room == message.room else None
 
     # Time.
 
@@ -236,6 +251,11 @@ class OfferTable:
         ]
         for attempt in stale:
             self._drop_subscription(attempt)
+        while self._ended_unasked:
+            key, (_, died) = next(iter(self._ended_unasked.items()))
+            if now - died <= self._timeouts.lease and len(self._ended_unasked) <= MAX_ENDED_UNASKED:
+                break
+            del self._ended_unasked[key]
         return actions
 
     def _overdue(self, offer: Offer, now: float) -> PDError | None:
@@ -255,6 +275,15 @@ class OfferTable:
             return TransferTimeoutError.after(
                 f"{room}: no decode instance asked for it, prefilled since", age, "lease", limits.lease
             )
+        elif offer.uuids:
+            # However long D says that it is still interested.
+            age, limit = (
+                now - offer.life.entered[KVPoll.Transferring],
+                limits.prefill_timeout + limits.transfer_timeout,
+            )
+            if age > limit:
+                what = f"{room}: {offer.peer_name} has not fetched it in"
+                return TransferTimeoutError.after(what, age, "prefill_timeout + transfer_timeout", limit)
         return None
 
     def close(self, reason: str, now: float) -> list[Action]:
@@ -298,10 +327,12 @@ class OfferTable:
         if not offer.life.fail(error, now):
             return []
         actions: list[Action] = []
-        if tell_peer and offer.attempt is not None:
-            kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
-            reason = str(error)[:2000]
-            actions.append(Reply(offer.peer, kind(room=offer.key.room, attempt=offer.attempt, reason=reason)))
+        if offer.attempt is None:
+            # A D that asks later hears at once that it need not wait. Youngest last, as `tick` expects.
+            self._ended_unasked.pop(offer.key, None)
+            self._ended_unasked[offer.key] = error, now
+        elif tell_peer:
+            actions.append(_farewell(offer.peer, offer.key.room, offer.attempt, error))
         return actions + self._forget(offer)
 
     def _forget(self, offer: Offer) -> list[Action]:
@@ -329,3 +360,12 @@ class OfferTable:
             del waiting[attempt]
             if not waiting:
                 del self._waiting[key]
+
+
+def _wait(peer: Any, message: msg.Subscribe, known: Literal["no", "other_prompt", "yes"]) -> Reply:
+    return Reply(peer, msg.Wait(room=message.room, attempt=message.attempt, known=known))
+
+
+def _farewell(peer: Any, room: int, attempt: int, error: PDError) -> Reply:
+    kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
+    return Reply(peer, kind(room=room, attempt=attempt, reason=str(error)[:2000]))

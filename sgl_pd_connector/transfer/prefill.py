@@ -45,7 +45,7 @@ class PrefillSide:
         # Prompts whose pages wait for room in the budget, oldest first. Engine's thread only.
         self._waiting: deque[tuple[JaxTransferKVSender, np.ndarray]] = deque()
         table = OfferTable(
-            timeouts=Timeouts(config.lease, config.prefill_timeout),
+            timeouts=Timeouts(config.lease, config.prefill_timeout, config.transfer_timeout),
             layout_digest=planner.layout.digest,
             ready=self._ready,
             new_uuid=new_uuid,
@@ -56,7 +56,8 @@ class PrefillSide:
             transport=transport,
             budget=self._budget,
             address=address,
-            offer_lifetime=config.lease + config.transfer_timeout,
+            # Later than any deadline of the table, which takes offers back itself.
+            offer_lifetime=config.lease + config.prefill_timeout + config.transfer_timeout,
         )
 
     def start(self, runner: KVRunner) -> None:
