@@ -8,20 +8,36 @@ silently ignored.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from sgl_pd_connector.errors import ConfigError
 
 ENV_PREFIX = "SGL_PD_"
 D2H_ENV = "TPU_ENABLE_D2H_TRANSFER"
+MIN_SECRET = 16
 
 # Environment variables with our prefix that are not settings of a connector.
-_ENV_NOT_SETTINGS = frozenset({"SGL_PD_CACHE", "SGL_PD_CPU_EMULATION"})
+_ENV_NOT_SETTINGS = frozenset({"SGL_PD_CACHE", "SGL_PD_CPU_EMULATION", "SGL_PD_OPS_BACKEND"})
+
+# Kubernetes gives every container variables for each Service of its namespace: one named "sgl-pd-bootstrap" appears as
+# SGL_PD_BOOTSTRAP_SERVICE_HOST and, of all things, SGL_PD_BOOTSTRAP_PORT=tcp://10.0.0.1:8998.
+_SERVICE_NAME = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP|SCTP)")
+_SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -70,6 +86,24 @@ class ConnectorConfig(BaseModel):
     )
     max_chunk_pages: int = Field(64, ge=1, le=4096, description="Largest chunk in pages; a power of two.")
 
+    secret: SecretStr | None = Field(
+        None,
+        min_length=MIN_SECRET,
+        description="Shared by all instances; signs the side channel and authorises HTTP calls.",
+    )
+    secret_file: str | None = Field(
+        None, description="File that holds the secret (a mounted Kubernetes Secret)."
+    )
+    allow_insecure: bool = Field(
+        False,
+        description="Serve addresses other than loopback without a secret. Whoever reaches them is trusted.",
+    )
+    allowed_bootstrap_hosts: tuple[str, ...] = Field(
+        (),
+        description="Hosts, networks (10.0.0.0/8) or host:port that a request may name as bootstrap server. Without "
+        "it: loopback, this instance's host, and bootstrap_addr.",
+    )
+
     lease: Seconds = Field(
         30.0,
         description="P keeps a packed copy for so long after D was last heard of, or after prefill if never.",
@@ -96,6 +130,14 @@ class ConnectorConfig(BaseModel):
         description="D's device memory for data pulled and not yet written. Above it further pulls wait.",
     )
 
+    @field_validator("allowed_bootstrap_hosts", mode="before")
+    @classmethod
+    def _split_list(cls, value: Any) -> Any:
+        """A list in an environment variable is separated by commas."""
+        return (
+            [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        )
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.heartbeat_ttl < 2 * self.heartbeat_interval:
@@ -105,7 +147,27 @@ class ConnectorConfig(BaseModel):
             )
         if self.max_chunk_pages & (self.max_chunk_pages - 1):
             raise ValueError(f"max_chunk_pages must be a power of two, not {self.max_chunk_pages}")
+        if self.secret is not None and self.secret_file is not None:
+            raise ValueError("secret and secret_file are both set: choose one")
         return self
+
+    def read_secret(self) -> str | None:
+        """The shared secret, from wherever it is.
+
+        Raises:
+            ConfigError: the file cannot be read or is too short.
+        """
+        if self.secret_file is None:
+            return self.secret.get_secret_value() if self.secret is not None else None
+        try:
+            secret = Path(self.secret_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"secret_file = {self.secret_file!r}: cannot be read: {error}") from None
+        if len(secret) < MIN_SECRET:
+            raise ConfigError(
+                f"secret_file = {self.secret_file!r}: at least {MIN_SECRET} characters are needed"
+            )
+        return secret
 
 
 def load_config(
@@ -130,7 +192,9 @@ def load_config(
     from_env: dict[str, str] = {}
     sources = dict.fromkeys(explicit, where)
     for variable, value in environ.items():
-        if variable.startswith(ENV_PREFIX) and variable not in _ENV_NOT_SETTINGS:
+        if not variable.startswith(ENV_PREFIX) or variable in _ENV_NOT_SETTINGS:
+            continue
+        if not _SERVICE_NAME.search(variable) and not _SERVICE_VALUE.match(value):
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name not in known:
                 raise ConfigError(
@@ -151,4 +215,5 @@ def _explain(item: Any, sources: Mapping[str, str], known: set[str]) -> str:
     if item["type"] == "extra_forbidden":
         return f"{source}: unknown setting {name!r}; settings: {', '.join(sorted(known))}"
     message = str(item["msg"]).removeprefix("Value error, ")
-    return f"{source}: {name} = {item['input']!r}: {message}" if name else f"{source}: {message}"
+    value = "" if name == "secret" else f" = {item['input']!r}"
+    return f"{source}: {name}{value}: {message}" if name else f"{source}: {message}"

@@ -30,6 +30,10 @@ class RequestError(PDError):
     """A request's PD fields cannot be used as they are: the client is to be answered 400."""
 
 
+class ForbiddenPeerError(PDError):
+    """A request named a server that this instance is not allowed to connect to."""
+
+
 class TransferError(PDError):
     """One request's transfer failed; the request can still be recomputed locally."""
 

@@ -21,6 +21,7 @@ from sgl_pd_connector.transfer.pull_executor import PullExecutor, PullTask
 from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.transfer.transport import Transport
+from sgl_pd_connector.wire.frames import FrameCodec
 
 
 class DecodeSide:
@@ -32,9 +33,11 @@ class DecodeSide:
     def __init__(
         self,
         planner: ChunkPlanner,
+        *,
         transport: Transport,
         config: ConnectorConfig,
         look_up: RouteLookup,
+        secret: str | None,
         recorder: Recorder,
     ) -> None:
         self.layout = planner.layout
@@ -56,7 +59,7 @@ class DecodeSide:
             check=lambda interest, ready: planner.check(ready, interest.num_tokens),
             ended=self._record,
         )
-        self.channel = DecodeChannel(table, look_up=look_up)
+        self.channel = DecodeChannel(table, codec=FrameCodec(secret), look_up=look_up)
 
     def start(self, runner: KVRunner) -> None:
         """Compiles every scatter there will be."""
@@ -110,7 +113,7 @@ class DecodeSide:
         """Sets the gauges of this half."""
         stats.in_flight = self.channel.num_interests
         stats.pulled_bytes = self._budget.held
-        stats.bad_frames = self.channel.bad_frames
+        stats.bad_frames = self.channel.bad_frames.count
 
     def close(self) -> None:
         """Aborts what is in flight, tells P, ends the threads."""

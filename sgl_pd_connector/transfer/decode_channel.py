@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import zmq
 
 from sgl_pd_connector.errors import BootstrapError, PDError, ProtocolError
+from sgl_pd_connector.transfer.bad_frames import BadFrames
 from sgl_pd_connector.transfer.interests import Action, Interest, InterestTable, LookUp, PeerRoute, Send
 from sgl_pd_connector.transfer.wakeup import CommandQueue
 from sgl_pd_connector.wire import messages as msg
+from sgl_pd_connector.wire.frames import MAX_SIGNED_FRAME, FrameCodec
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +50,19 @@ class _Line:
 class DecodeChannel:
     """Speaks the side channel with every prefill instance of one decode instance."""
 
-    def __init__(self, table: InterestTable, *, look_up: RouteLookup) -> None:
+    def __init__(self, table: InterestTable, *, codec: FrameCodec, look_up: RouteLookup) -> None:
         """
         Args:
             table: handed over: from now on only this thread touches it.
+            codec: handed over likewise.
             look_up: asks a bootstrap server.
         """
         self._table = table
+        self._codec = codec
         self._look_up = look_up
         self._commands = CommandQueue()
         self._stopping = False
-        self.bad_frames = 0
+        self.bad_frames = BadFrames("decode side channel")
         self._context = zmq.Context()
         self._lines: dict[PeerRoute, _Line] = {}
         self._routes: dict[str, tuple[float, Sequence[PeerRoute]]] = {}
@@ -127,10 +131,9 @@ class DecodeChannel:
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"{len(frames)} frames where one is expected")
-                message = msg.decode(frames[0])
+                message = self._codec.decode(frames[0], time.time())
             except ProtocolError as error:
-                self.bad_frames += 1
-                logger.warning("decode side channel: ignoring a bad frame from %s: %s", route.zmq_addr, error)
+                self.bad_frames.add(error)
                 continue
             line.used = time.monotonic()
             self._execute(self._table.on_message(route, message, line.used))
@@ -173,14 +176,14 @@ class DecodeChannel:
         if line is None:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_FRAME)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_SIGNED_FRAME)
             socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
             socket.connect(f"tcp://{route.zmq_addr}")
             self._poller.register(socket, zmq.POLLIN)
             line = self._lines[route] = _Line(socket, time.monotonic())
         line.used = time.monotonic()
         try:
-            line.socket.send(msg.encode(message), zmq.NOBLOCK)
+            line.socket.send(self._codec.encode(message, time.time()), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("decode side channel: %s to %s not sent: %s", message.type, route.zmq_addr, error)
 

@@ -28,6 +28,7 @@ from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.sender import JaxTransferKVSender
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.frames import bearer_token
 from sgl_pd_connector.wire.layout import KVLayout
 from sgl_pd_connector.wire.rooms import MAX_ROOM, RoomKey
 from sgl_pd_connector.wire.routes import Role
@@ -63,8 +64,16 @@ class JaxTransferKVManager(BaseKVManager):
                 f"host = {config.host!r}: peers are told to connect to this address, so it cannot mean all interfaces: "
                 "name the one that they reach"
             )
+        secret = config.read_secret()
+        if secret is None and not host.is_loopback and not config.allow_insecure:
+            raise ConfigError(
+                f"host = {config.host!r} can be reached from other machines and there is no secret: set secret_file "
+                "(or secret) to the same on every instance, or allow_insecure if the network keeps everybody else out"
+            )
+        token = bearer_token(secret)
         self.config = config = config.model_copy(update={"host": host.host})
         self.role = role
+        self._token = token
         self._closed = False
         self._recorder = Recorder()
         self._layout = layout = KVLayout.from_args(args)
@@ -78,7 +87,7 @@ class JaxTransferKVManager(BaseKVManager):
         known = bootstrap_addr or config.bootstrap_addr
         if known is None and role == "prefill":
             self._bootstrap_server = HTTPBootstrapServer(
-                host.host, config.bootstrap_port, ttl=config.heartbeat_ttl
+                host.host, config.bootstrap_port, ttl=config.heartbeat_ttl, auth_token=token
             )
             self._bootstrap_server.start()
             known = str(self._bootstrap_server.address)
@@ -93,10 +102,23 @@ class JaxTransferKVManager(BaseKVManager):
             )
             if role == "prefill":
                 address = replace(host, port=config.side_channel_port)
-                self._prefill = PrefillSide(planner, engine, config, address, self._recorder)
+                self._prefill = PrefillSide(
+                    planner,
+                    transport=engine,
+                    config=config,
+                    address=address,
+                    secret=secret,
+                    recorder=self._recorder,
+                )
             else:
+                finder = PrefillFinder(config, layout, own_bootstrap=known, auth_token=token)
                 self._decode = DecodeSide(
-                    planner, engine, config, PrefillFinder(config, layout), self._recorder
+                    planner,
+                    transport=engine,
+                    config=config,
+                    look_up=finder,
+                    secret=secret,
+                    recorder=self._recorder,
                 )
         except BaseException:
             self.close()
@@ -133,6 +155,7 @@ class JaxTransferKVManager(BaseKVManager):
                 Address.parse(self.bootstrap_addr, setting="bootstrap_addr"),
                 [route],
                 interval=self.config.heartbeat_interval,
+                auth_token=self._token,
             )
             self._registrar.start()
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from sgl_pd_connector.bootstrap.client import BootstrapClient
 from sgl_pd_connector.config import ConnectorConfig
-from sgl_pd_connector.errors import IncompatiblePeerError
+from sgl_pd_connector.errors import ForbiddenPeerError, IncompatiblePeerError
 from sgl_pd_connector.transfer.interests import PeerRoute
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.allow import AllowList
 from sgl_pd_connector.wire.layout import KVLayout
 from sgl_pd_connector.wire.routes import Route
 
 logger = logging.getLogger(__name__)
+
+ALLOWED = "allowed_bootstrap_hosts"
+LOOPBACK_V4 = "127.0.0.0/8"
+LOOPBACK_V6 = "::1"
 
 
 def describe(
@@ -53,7 +57,6 @@ def describe(
     )
 
 
-@dataclass(frozen=True)
 class PrefillFinder:
     """Looks prefill instances up. Called on look-up threads: it blocks for one HTTP request.
 
@@ -61,17 +64,40 @@ class PrefillFinder:
     counts or address families differ, hangs when transfer sizes do, and takes any layout of the right size for its own.
     """
 
-    config: ConnectorConfig
-    layout: KVLayout
+    def __init__(
+        self, config: ConnectorConfig, layout: KVLayout, *, own_bootstrap: str | None, auth_token: str | None
+    ) -> None:
+        """
+        Args:
+            config: this instance's settings, ``host`` resolved.
+            layout: this instance's.
+            own_bootstrap: the bootstrap server this instance was configured with; always allowed.
+            auth_token: what the bootstrap servers want.
+        """
+        self._config = config
+        self._layout = layout
+        self._auth_token = auth_token
+        entries = config.allowed_bootstrap_hosts or (LOOPBACK_V4, LOOPBACK_V6, config.host)
+        self._allowed = AllowList.parse(entries, setting=ALLOWED)
+        if own_bootstrap:
+            self._allowed.addresses.add(Address.parse(own_bootstrap, setting="bootstrap_addr"))
 
     def __call__(self, bootstrap_addr: str) -> Sequence[PeerRoute]:
         """
         Raises:
             BootstrapError: the server does not answer.
+            ForbiddenPeerError: this instance may not ask that server.
             IncompatiblePeerError: instances are registered, and this one can use none of them.
         """
-        bootstrap = Address.parse(bootstrap_addr, setting="bootstrap_host")
-        with BootstrapClient(bootstrap, timeout=self.config.peer_timeout) as client:
+        named = Address.parse(bootstrap_addr, setting="bootstrap_host")
+        bootstrap = named.resolved(setting="bootstrap_host")
+        if not self._allowed.permits(named, bootstrap):
+            raise ForbiddenPeerError(
+                f"the request names bootstrap server {named}, which is not among those allowed here (setting {ALLOWED})"
+            )
+        with BootstrapClient(
+            bootstrap, timeout=self._config.peer_timeout, auth_token=self._auth_token
+        ) as client:
             routes = client.list("prefill")
         usable: list[PeerRoute] = []
         problems: list[str] = []
@@ -90,7 +116,7 @@ class PrefillFinder:
         return usable
 
     def _mismatch(self, route: Route, bootstrap: Address) -> str | None:
-        config, layout = self.config, self.layout
+        config, layout = self._config, self._layout
         pairs = (
             ("page_size", layout.page_size, route.page_size),
             ("kv_dtype", layout.dtype, route.kv_dtype),
@@ -105,6 +131,6 @@ class PrefillFinder:
         own = Address.of(config.host, 0, setting="host")
         if transfer.family is not own.family:
             return f"it is at {transfer} and this instance at {own.host}: both must be IPv4 or both IPv6 (setting host)"
-        if transfer.is_loopback and not bootstrap.resolved(setting="bootstrap_host").is_loopback:
+        if transfer.is_loopback and not bootstrap.is_loopback:
             return f"it advertises {transfer}, which only its own machine can reach (its setting host)"
         return None

@@ -21,6 +21,7 @@ from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferSt
 from sgl_pd_connector.transfer.transport import Transport
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.frames import FrameCodec
 from sgl_pd_connector.wire.rooms import RoomKey
 
 
@@ -33,9 +34,11 @@ class PrefillSide:
     def __init__(
         self,
         planner: ChunkPlanner,
+        *,
         transport: Transport,
         config: ConnectorConfig,
         address: Address,
+        secret: str | None,
         recorder: Recorder,
     ) -> None:
         self._planner = planner
@@ -55,6 +58,7 @@ class PrefillSide:
             table,
             transport=transport,
             budget=self._budget,
+            codec=FrameCodec(secret),
             address=address,
             # Later than any deadline of the table, which takes offers back itself.
             offer_lifetime=config.lease + config.prefill_timeout + config.transfer_timeout,
@@ -128,7 +132,7 @@ class PrefillSide:
         stats.packed_bytes = self._budget.held
         stats.registered_bytes = self.channel.registered_bytes
         stats.waiting_sends = len(self._waiting)
-        stats.bad_frames = self.channel.bad_frames
+        stats.bad_frames = self.channel.bad_frames.count
 
     def close(self) -> None:
         self._waiting.clear()

@@ -15,12 +15,14 @@ from typing import Any
 import zmq
 
 from sgl_pd_connector.errors import ConfigError, PDError, ProtocolError
+from sgl_pd_connector.transfer.bad_frames import BadFrames
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.offers import Action, Offer, OfferTable, PackedChunk, Register, Release, Reply
 from sgl_pd_connector.transfer.transport import Transport
 from sgl_pd_connector.transfer.wakeup import CommandQueue
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.frames import MAX_SIGNED_FRAME, FrameCodec
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class PrefillChannel:
         *,
         transport: Transport,
         budget: ByteBudget,
+        codec: FrameCodec,
         address: Address,
         offer_lifetime: float,
     ) -> None:
@@ -52,20 +55,22 @@ class PrefillChannel:
             table: handed over: from now on only this thread touches it.
             transport: where packed chunks are registered.
             budget: gets the bytes of ended offers back.
+            codec: handed over likewise.
             address: numeric host and port to bind; port 0 takes a free one.
             offer_lifetime: seconds after which the transport may drop a registration by itself.
         """
         self._table = table
         self._transport = transport
         self._budget = budget
+        self._codec = codec
         self._offer_lifetime = offer_lifetime
         self._commands = CommandQueue()
         self._stopping = False
-        self.bad_frames = 0
+        self.bad_frames = BadFrames("prefill side channel")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, msg.MAX_FRAME)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_SIGNED_FRAME)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         try:
@@ -157,10 +162,9 @@ class PrefillChannel:
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"{len(frames) - 1} frames where one is expected")
-                message = msg.decode(frames[1])
+                message = self._codec.decode(frames[1], time.time())
             except ProtocolError as error:
-                self.bad_frames += 1
-                logger.warning("prefill side channel: ignoring a bad frame: %s", error)
+                self.bad_frames.add(error)
                 continue
             self._execute(self._table.on_message(frames[0], message, time.monotonic()))
 
@@ -191,7 +195,7 @@ class PrefillChannel:
 
     def _reply(self, peer: Any, message: msg.Message) -> None:
         try:
-            self._socket.send_multipart([peer, msg.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, self._codec.encode(message, time.time())], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning(
                 "prefill side channel: %s for room %d not sent: %s", message.type, message.room, error
