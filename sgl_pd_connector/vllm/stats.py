@@ -14,7 +14,8 @@ from sgl_pd_connector.transfer.stats import TransferRecord, TransferStats
 
 OUTCOMES = ("ok", "failed", "timeout", "aborted")
 COUNTERS = ("bytes", "pages")
-STAGES = ("bootstrap", "input", "transfer", "pull")
+PREFILL_STAGES = ("bootstrap", "input", "transfer")
+STAGES = (*PREFILL_STAGES, "pull")
 GAUGES = ("in_flight", "packed_bytes", "registered_bytes", "pulled_bytes", "waiting_sends", "compilations")
 
 Payload = dict[str, Any]
@@ -41,7 +42,7 @@ def collect(records: Sequence[TransferRecord], stats: TransferStats) -> Payload:
         payload["bytes"] += record.nbytes
         payload["pages"] += record.pages
         if record.ok:
-            for stage in STAGES:
+            for stage in STAGES if record.role == "decode" else PREFILL_STAGES:
                 payload[f"{stage}_seconds"].append(getattr(record, f"{stage}_s"))
     payload["gauges"] = {name: getattr(stats, name) for name in GAUGES}
     return payload
@@ -66,5 +67,6 @@ def summary(payload: Payload) -> dict[str, int | float]:
     if payload["ok"]:
         line["MB"] = round(payload["bytes"] / 1e6, 3)
         for stage in STAGES:
-            line[f"mean {stage} (ms)"] = round(1e3 * mean(payload[f"{stage}_seconds"]), 3)
+            if seconds := payload[f"{stage}_seconds"]:
+                line[f"mean {stage} (ms)"] = round(1e3 * mean(seconds), 3)
     return line

@@ -10,10 +10,10 @@ from sgl_pd_connector.vllm import stats
 pytestmark = pytest.mark.unit
 
 
-def record(outcome: str, transfer_s: float = 0.5) -> TransferRecord:
+def record(outcome: str, transfer_s: float = 0.5, role: str = "decode") -> TransferRecord:
     ok = outcome == "ok"
     return TransferRecord(
-        role="decode",
+        role=role,
         room=1,
         outcome=outcome,
         error="" if ok else "why",
@@ -33,6 +33,12 @@ def test_a_step_counts_by_outcome_and_observes_what_was_ok() -> None:
     assert (payload["bytes"], payload["pages"]) == (6000, 6)
     assert payload["transfer_seconds"] == [0.5, 1.5]
     assert payload["gauges"]["in_flight"] == 4
+
+
+def test_p_pulls_nothing_so_it_observes_no_pull() -> None:
+    payload = stats.collect([record("ok", role="prefill")], TransferStats())
+    assert payload["transfer_seconds"] == [0.5]
+    assert payload["pull_seconds"] == []
 
 
 def test_steps_merge_into_sums_all_observations_and_the_last_gauges() -> None:
