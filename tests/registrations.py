@@ -31,7 +31,12 @@ PAYLOAD: dict[str, Any] = {
 
 
 def make_route(
-    instance_id: str = "prefill-0", *, role: Role = "prefill", epoch: int = 1, rank: Rank | None = None, **changes: Any
+    instance_id: str = "prefill-0",
+    *,
+    role: Role = "prefill",
+    epoch: int = 1,
+    rank: Rank | None = None,
+    **changes: Any,
 ) -> Route:
     """A route of rank 0 0 0 0, or of ``rank`` in an instance with room for 10,000 of them on each axis."""
     ranks = {f"{axis}_rank": index for axis, index in (rank or Rank(0, 0, 0, 0))._asdict().items()}

@@ -4,7 +4,9 @@
 (`decode_channel`).
 
 A bootstrap address may be shared by several prefill instances, and the router says only the address. So D asks all of
-them for the room; the one that answers READY is taken and the others are told to forget it.
+them for the room; the one that answers READY is taken and the others are told to forget it. One that refuses or stops
+is crossed out, and ends the request only if it is the one that has it, or the last. While nobody has it, the look-up is
+repeated: a prefill instance may have been restarted, or be new.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ RESUBSCRIBE = 1.0
 """Seconds between repetitions of SUBSCRIBE: D's sign of life, and the remedy for lost messages."""
 
 LOOKUP_RETRY = 0.5
-"""Seconds between look-ups while no prefill instance is registered."""
+"""Seconds between look-ups while there is no prefill instance to ask."""
+
+LOOKUP_REPEAT = 2.0
+"""Seconds between look-ups while none of those asked has the request."""
 
 
 class PeerRoute(NamedTuple):
@@ -40,15 +45,24 @@ class PeerRoute(NamedTuple):
     zmq_addr: str
 
 
+@dataclass
+class Asked:
+    """What is known of one P that was asked: when it was last heard, or first asked, and what it said of the room."""
+
+    heard: float
+    known: str = "no"
+
+
 @dataclass(eq=False)
 class Interest:
     """One receiver's side of the channel.
 
     Attributes:
         ready: the plan, once P said READY.
-        source: the P that did.
-        asked: the instances asked, and when each was last heard (None: never).
-        known: what they last said of the room.
+        source: the P that did. From then on it is the only one in `asked`.
+        asked: the instances that may have the request.
+        crossed_out: those that said they have not, for good.
+        known_at: when one of them last said that it has it; before that, when the first was asked.
         pages, nbytes: what is pulled, once that is known.
         pulled_at: when all of it had arrived.
     """
@@ -60,9 +74,8 @@ class Interest:
     life: Lifecycle
     ready: msg.Ready | None = None
     source: PeerRoute | None = None
-    asked: dict[PeerRoute, float | None] = field(default_factory=dict)
-    asked_at: float = 0.0
-    known: str = "no"
+    asked: dict[PeerRoute, Asked] = field(default_factory=dict)
+    crossed_out: set[PeerRoute] = field(default_factory=set)
     known_at: float | None = None
     looked_up_at: float = 0.0
     lookup_pending: bool = False
@@ -141,7 +154,6 @@ class InterestTable:
             return []
         self._ended(interest)
         key, life = interest.key, interest.life
-        routes = [interest.source] if interest.source is not None else list(interest.asked)
         message: msg.Message
         if life.state is KVPoll.Success:
             message = msg.Done(room=key.room, attempt=interest.attempt)
@@ -149,7 +161,7 @@ class InterestTable:
             error = life.failure_exception()
             kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
             message = kind(room=key.room, attempt=interest.attempt, reason=str(error)[:2000])
-        return [Send(route, message) for route in routes]
+        return [Send(route, message) for route in interest.asked]
 
     # What comes back.
 
@@ -157,22 +169,23 @@ class InterestTable:
         """The bootstrap server's answer: the prefill instances registered there that this D can use."""
         interest.lookup_pending = False
         interest.looked_up_at = now
-        if interest.attempt not in self._by_attempt:
-            return []
         interest.lookup_error = None
-        new = [route for route in routes if route not in interest.asked]
-        if not interest.asked and new:
-            interest.asked_at = now
-        interest.asked |= dict.fromkeys(new)
-        interest.next_subscribe = now + RESUBSCRIBE
-        return [Send(route, self._subscribe(interest)) for route in new]
+        if interest.attempt not in self._by_attempt or interest.ready is not None:
+            return []
+        new = [route for route in routes if route not in interest.asked and route not in interest.crossed_out]
+        if new and interest.known_at is None:
+            interest.known_at = now
+        if not interest.asked:
+            interest.next_subscribe = now + RESUBSCRIBE
+        interest.asked |= {route: Asked(now) for route in new}
+        return [Send(route, self._subscribe(interest, route)) for route in new]
 
     def not_found(self, interest: Interest, error: PDError, now: float) -> list[Action]:
         """The look-up failed. Wrong for good (`IncompatiblePeerError`) ends the interest, the rest is retried."""
         interest.lookup_pending = False
         interest.looked_up_at = now
         interest.lookup_error = error
-        if isinstance(error, BootstrapError):
+        if isinstance(error, BootstrapError) or interest.asked:
             return []
         return self._fail(interest, error, now)
 
@@ -181,21 +194,35 @@ class InterestTable:
         interest = self._by_attempt.get(message.attempt)
         if interest is None or route not in interest.asked or message.room != interest.key.room:
             return []
-        interest.asked[route] = now
+        interest.asked[route].heard = now
         match message:
             case msg.Wait():
-                interest.known = message.known
-                if message.known == "yes":
-                    interest.known_at = now
-                return []
+                return self._on_wait(interest, route, message, now)
             case msg.Ready():
                 return self._on_ready(interest, route, message, now)
             case msg.Failed() | msg.Abort():
                 text = f"prefill instance {route.peer.instance_id} reports: {message.reason}"
                 kind = TransferAbortedError if isinstance(message, msg.Abort) else TransferError
+                asked = interest.asked.pop(route)
+                interest.crossed_out.add(route)
+                if asked.known != "yes" and interest.asked:
+                    return []
                 return self._fail(interest, kind(text), now)
             case _:
                 return []
+
+    def _on_wait(self, interest: Interest, route: PeerRoute, wait: msg.Wait, now: float) -> list[Action]:
+        if wait.known == "restarted":
+            del interest.asked[route]
+            interest.crossed_out.add(route)
+        else:
+            interest.asked[route].known = wait.known
+        if wait.known == "yes":
+            interest.known_at = now
+        elif interest.ready is not None:
+            text = f"prefill instance {route.peer.instance_id} no longer has the request: was it restarted?"
+            return self._fail(interest, TransferError(text), now)
+        return []
 
     def _on_ready(self, interest: Interest, route: PeerRoute, ready: msg.Ready, now: float) -> list[Action]:
         if interest.ready is not None:
@@ -204,9 +231,10 @@ class InterestTable:
             self._check(interest, ready)
         except PDError as error:
             return self._fail(interest, error, now)
+        others = [other for other in interest.asked if other != route]
+        interest.asked = {route: Asked(now, "yes")}
         interest.source = route
         interest.ready = ready
-        others = [other for other in interest.asked if other != route]
         forget = msg.Abort(room=ready.room, attempt=interest.attempt, reason="another instance has the room")
         interest.life.advance(KVPoll.WaitingForInput, now)
         return [Send(other, forget) for other in others]
@@ -224,16 +252,21 @@ class InterestTable:
             if interest.life.is_final:
                 actions += self.over(interest, now)
                 continue
-            if not interest.asked and now - interest.looked_up_at >= LOOKUP_RETRY:
-                actions += self._look_up(interest, now)
+            if all(asked.known != "yes" for asked in interest.asked.values()):
+                pause = LOOKUP_REPEAT if interest.asked else LOOKUP_RETRY
+                if now - interest.looked_up_at >= pause:
+                    actions += self._look_up(interest, now)
             if now >= interest.next_subscribe:
                 interest.next_subscribe = now + RESUBSCRIBE
-                routes = [interest.source] if interest.source is not None else list(interest.asked)
-                actions += [Send(route, self._subscribe(interest)) for route in routes]
+                actions += [Send(route, self._subscribe(interest, route)) for route in interest.asked]
         return actions
 
     def _overdue(self, interest: Interest, now: float) -> PDError | None:
         room, limits, age = f"room {interest.key.room}", self._timeouts, interest.life.age(now)
+        silent = now - max((asked.heard for asked in interest.asked.values()), default=now)
+        if silent > limits.peer_timeout:
+            what = f"{room}: prefill instance {_names(interest)} has not answered for"
+            return TransferTimeoutError.after(what, silent, "peer_timeout", limits.peer_timeout)
         match interest.life.state:
             case KVPoll.Bootstrapping:
                 return (
@@ -260,21 +293,17 @@ class InterestTable:
 
     def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:
         limits = self._timeouts
-        names = ", ".join(sorted(route.peer.instance_id for route in interest.asked))
-        who = f"room {interest.key.room}: prefill instance {names}"
-        silent = now - max(heard or interest.asked_at for heard in interest.asked.values())
-        if silent > limits.peer_timeout:
-            what = f"{who} has not answered for"
-            return TransferTimeoutError.after(what, silent, "peer_timeout", limits.peer_timeout)
+        who = f"room {interest.key.room}: prefill instance {_names(interest)}"
         age = interest.life.age(now)
         if age > limits.prefill_timeout:
             what = f"{who} has not finished the prompt in"
             return TransferTimeoutError.after(what, age, "prefill_timeout", limits.prefill_timeout)
-        unknown = now - (interest.known_at or interest.asked_at)
+        assert interest.known_at is not None
+        unknown = now - interest.known_at
         if unknown > limits.bootstrap_timeout:
             hint = (
                 "it has the room, but for another prompt: do both servers use the same tokenizer and chat template?"
-                if interest.known == "other_prompt"
+                if any(asked.known == "other_prompt" for asked in interest.asked.values())
                 else "did the router send the request to both, and to this prefill instance?"
             )
             what = f"{who} does not have this request ({hint}); waited"
@@ -297,11 +326,12 @@ class InterestTable:
         interest.looked_up_at = now
         return [LookUp(interest)]
 
-    def _subscribe(self, interest: Interest) -> msg.Subscribe:
+    def _subscribe(self, interest: Interest, route: PeerRoute) -> msg.Subscribe:
         return msg.Subscribe(
             room=interest.key.room,
             attempt=interest.attempt,
             prompt=interest.key.prompt,
+            epoch=route.peer.epoch,
             instance_id=self._instance_id,
             layout_digest=self._layout_digest,
         )
@@ -309,3 +339,7 @@ class InterestTable:
     def _fail(self, interest: Interest, error: PDError, now: float) -> list[Action]:
         interest.life.fail(error, now)
         return self.over(interest, now)
+
+
+def _names(interest: Interest) -> str:
+    return ", ".join(sorted({route.peer.instance_id for route in interest.asked}))

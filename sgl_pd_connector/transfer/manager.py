@@ -30,7 +30,7 @@ from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferSt
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.frames import bearer_token
 from sgl_pd_connector.wire.layout import KVLayout
-from sgl_pd_connector.wire.rooms import MAX_ROOM, RoomKey
+from sgl_pd_connector.wire.rooms import DIGEST_BYTES, MAX_ROOM, RoomKey
 from sgl_pd_connector.wire.routes import Role
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class JaxTransferKVManager(BaseKVManager):
         self.role = role
         self._token = token
         self._closed = False
+        self._epoch = new_uuid()
         self._recorder = Recorder()
         self._layout = layout = KVLayout.from_args(args)
         planner = ChunkPlanner(layout, config.chunk_bytes, config.max_chunk_pages)
@@ -107,6 +108,7 @@ class JaxTransferKVManager(BaseKVManager):
                     transport=engine,
                     config=config,
                     address=address,
+                    epoch=self._epoch,
                     secret=secret,
                     recorder=self._recorder,
                 )
@@ -147,7 +149,7 @@ class JaxTransferKVManager(BaseKVManager):
             route = describe(
                 config=self.config,
                 layout=self._layout,
-                epoch=new_uuid(),
+                epoch=self._epoch,
                 transfer_addr=self._engine.transfer_addr,
                 zmq_addr=self._prefill.channel.zmq_addr,
             )
@@ -238,4 +240,6 @@ class JaxTransferKVManager(BaseKVManager):
 def _key(room: int, prompt: bytes) -> RoomKey:
     if not 0 <= room <= MAX_ROOM:
         raise ValueError(f"room {room}: rooms are 0 to 2**63 - 1")
+    if len(prompt) > DIGEST_BYTES:
+        raise ValueError(f"room {room}: prompt is a digest of {DIGEST_BYTES} bytes, not {len(prompt)} bytes")
     return RoomKey(room, prompt)

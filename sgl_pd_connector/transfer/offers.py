@@ -107,6 +107,7 @@ class OfferTable:
         self,
         *,
         timeouts: Timeouts,
+        epoch: int,
         layout_digest: str,
         ready: Callable[[Offer, Sequence[int]], msg.Ready],
         new_uuid: Callable[[], int],
@@ -115,12 +116,14 @@ class OfferTable:
         """
         Args:
             timeouts: deadlines of the states.
+            epoch: of this instance; a D that means another start of it is told.
             layout_digest: what a D must have too.
             ready: makes the READY for an offer from the uuids of its chunks.
             new_uuid: source of unguessable numbers.
             ended: told of every offer that is over, once.
         """
         self._timeouts = timeouts
+        self._epoch = epoch
         self._layout_digest = layout_digest
         self._ready = ready
         self._new_uuid = new_uuid
@@ -197,6 +200,8 @@ class OfferTable:
         refusal = self._refusal(message)
         if refusal:
             return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=refusal))]
+        if message.epoch != self._epoch:
+            return [_wait(peer, message, "restarted")]
         if message.attempt in self._by_attempt:
             return self._renew(peer, message, now)
         self._drop_subscription(message.attempt)
@@ -362,7 +367,9 @@ class OfferTable:
                 del self._waiting[key]
 
 
-def _wait(peer: Any, message: msg.Subscribe, known: Literal["no", "other_prompt", "yes"]) -> Reply:
+def _wait(
+    peer: Any, message: msg.Subscribe, known: Literal["no", "other_prompt", "yes", "restarted"]
+) -> Reply:
     return Reply(peer, msg.Wait(room=message.room, attempt=message.attempt, known=known))
 
 

@@ -38,6 +38,7 @@ class PrefillSide:
         transport: Transport,
         config: ConnectorConfig,
         address: Address,
+        epoch: int,
         secret: str | None,
         recorder: Recorder,
     ) -> None:
@@ -49,6 +50,7 @@ class PrefillSide:
         self._waiting: deque[tuple[JaxTransferKVSender, np.ndarray]] = deque()
         table = OfferTable(
             timeouts=Timeouts(config.lease, config.prefill_timeout, config.transfer_timeout),
+            epoch=epoch,
             layout_digest=planner.layout.digest,
             ready=self._ready,
             new_uuid=new_uuid,

@@ -49,14 +49,17 @@ class Subscribe(_Message):
     type: Literal["subscribe"] = "subscribe"
     version: int = PROTOCOL_VERSION
     prompt: Prompt
+    epoch: Annotated[int, Field(ge=0, le=MAX_ROOM)]
+    """Of the P that is meant: another may answer at the same address after a restart."""
     instance_id: Name
     layout_digest: Name
 
 
 class Wait(_Message):
     type: Literal["wait"] = "wait"
-    known: Literal["no", "other_prompt", "yes"]
-    """Whether P has a request for the room: none, only with other prompts, or this one (not prefilled yet)."""
+    known: Literal["no", "other_prompt", "yes", "restarted"]
+    """Whether P has a request for the room: none, only with other prompts, or this one (not prefilled yet). Or P is not
+    the instance that D means, but its successor."""
 
 
 class ReadyChunk(BaseModel):

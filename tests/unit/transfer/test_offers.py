@@ -36,6 +36,7 @@ OTHER_PROMPT = RoomKey(7, b"another")
 LIMITS = Timeouts(lease=30.0, prefill_timeout=600.0, transfer_timeout=60.0)
 D1, D2 = "d1's socket", "d2's socket"
 SIZE = 100
+EPOCH = 5
 
 
 class P:
@@ -50,6 +51,7 @@ class P:
         uuids = itertools.count(1)
         self.table = OfferTable(
             timeouts=LIMITS,
+            epoch=EPOCH,
             layout_digest="digest",
             ready=self._ready,
             new_uuid=lambda: next(uuids),
@@ -102,7 +104,7 @@ class P:
     def subscribe(
         self, attempt: int = 1, key: RoomKey = KEY, peer: Any = D1, **fields: Any
     ) -> list[msg.Message]:
-        fields = {"instance_id": "decode-0", "layout_digest": "digest"} | fields
+        fields = {"epoch": EPOCH, "instance_id": "decode-0", "layout_digest": "digest"} | fields
         message = msg.Subscribe(room=key.room, attempt=attempt, prompt=key.prompt, **fields)
         return self.do(self.table.on_message(peer, message, self.now))
 
@@ -268,6 +270,13 @@ def test_a_d_that_does_not_fit_is_refused_with_the_reason(p: P, fields: dict[str
     assert isinstance(refusal, msg.Failed)
     assert reason in refusal.reason
     assert offer.attempt is None
+
+
+def test_a_d_that_means_an_earlier_start_of_p_is_told(p: P) -> None:
+    offer = packed(p)
+    assert only(p.subscribe(epoch=EPOCH - 1)).known == "restarted"
+    assert offer.attempt is None
+    assert p.table._waiting == {}
 
 
 # How an offer ends.
@@ -460,9 +469,12 @@ def test_a_copy_that_nobody_asks_for_is_kept_for_one_lease(p: P) -> None:
 @pytest.mark.parametrize("state", [unasked, asked])
 def test_a_prompt_that_is_not_prefilled_in_time(p: P, state: Callable[[P], Offer]) -> None:
     offer = state(p)
+    subscribe_again = msg.Subscribe(
+        room=7, attempt=1, prompt=b"prompt", epoch=EPOCH, instance_id="d", layout_digest="digest"
+    )
     for _ in range(60):
         p.wait(10)
-        p.hear(msg.Subscribe(room=7, attempt=1, prompt=b"prompt", instance_id="d", layout_digest="digest"))
+        p.hear(subscribe_again)
     assert not offer.life.is_final
     p.wait(0.1)
     assert "prefill_timeout = 600" in str(offer.life.failure_exception())

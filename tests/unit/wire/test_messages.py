@@ -17,7 +17,9 @@ from sgl_pd_connector.wire.rooms import MAX_ROOM
 pytestmark = pytest.mark.unit
 
 EXAMPLES: list[msg.Message] = [
-    msg.Subscribe(room=7, attempt=9, prompt=b"\0" * 16, instance_id="decode-0", layout_digest="ab" * 16),
+    msg.Subscribe(
+        room=7, attempt=9, prompt=b"\0" * 16, epoch=5, instance_id="decode-0", layout_digest="ab" * 16
+    ),
     msg.Wait(room=7, attempt=9, known="other_prompt"),
     msg.Ready(
         room=MAX_ROOM,
@@ -89,6 +91,7 @@ def test_a_wrong_number_is_named_not_converted(message: msg.Message, name: str, 
         ("subscribe", {"prompt": "text"}),
         ("subscribe", {"instance_id": "x" * 129}),
         ("subscribe", {"instance_id": 7}),
+        ("subscribe", {"epoch": "5"}),
         ("subscribe", {"layout_digest": "x" * 129}),
         ("subscribe", {"version": "1"}),
         ("wait", {"known": "perhaps"}),
