@@ -66,6 +66,9 @@ class DecodeChannel:
         self._context = zmq.Context()
         self._lines: dict[PeerRoute, _Line] = {}
         self._routes: dict[str, tuple[float, Sequence[PeerRoute]]] = {}
+        # Who waits for the look-up that is under way at a bootstrap address: one at a time, so that a server that does
+        # not answer costs one thread and no queue.
+        self._looking: dict[str, list[Interest]] = {}
         self._poller = zmq.Poller()
         self._lookups = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="sgl-pd-lookup")
         self._thread = threading.Thread(target=self._run, name="sgl-pd-decode-channel", daemon=True)
@@ -114,13 +117,15 @@ class DecodeChannel:
             except Exception:
                 # Nothing a peer sends or one request does may end the service of all the others.
                 logger.exception("decode side channel: unexpected error; going on")
-        for command in self._commands.drain():
-            command()
-        self._execute(self._table.close("this decode instance is stopping", time.monotonic()))
-        for line in self._lines.values():
-            line.socket.close(LINGER_MS)
-        self._lines.clear()
-        self._context.term()
+        try:
+            for command in self._commands.drain():
+                command()
+            self._execute(self._table.close("this decode instance is stopping", time.monotonic()))
+        finally:
+            for line in self._lines.values():
+                line.socket.close(LINGER_MS)
+            self._lines.clear()
+            self._context.term()
 
     def _receive(self, route: PeerRoute, line: _Line) -> None:
         for _ in range(RECEIVE_BURST):
@@ -147,29 +152,38 @@ class DecodeChannel:
                     self._send(action.route, action.message)
 
     def _start_lookup(self, interest: Interest) -> None:
-        cached = self._routes.get(interest.bootstrap_addr)
+        addr = interest.bootstrap_addr
+        cached = self._routes.get(addr)
         if cached is not None and time.monotonic() - cached[0] < ROUTE_CACHE:
             self._execute(self._table.found(interest, cached[1], time.monotonic()))
+        elif addr in self._looking:
+            self._looking[addr].append(interest)
         elif not self._stopping:
-            self._lookups.submit(self._lookup, interest)
+            self._looking[addr] = [interest]
+            self._lookups.submit(self._lookup, addr)
 
-    def _lookup(self, interest: Interest) -> None:
+    def _lookup(self, addr: str) -> None:
         """On a look-up thread: asks, and queues the answer."""
+        answer: Sequence[PeerRoute] | PDError
         try:
-            routes = self._look_up(interest.bootstrap_addr)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the request must hear of it
-            problem = error if isinstance(error, PDError) else BootstrapError(f"look-up failed: {error!r}")
-            self._commands.put(
-                lambda: self._execute(self._table.not_found(interest, problem, time.monotonic()))
-            )
-        else:
-            self._commands.put(lambda: self._found(interest, routes))
+            answer = self._look_up(addr)
+        except PDError as error:
+            answer = error
+        except Exception as error:  # noqa: BLE001 - whatever it was, the requests must hear of it
+            answer = BootstrapError(f"look-up failed: {error!r}")
+        self._commands.put(lambda: self._looked_up(addr, answer))
 
-    def _found(self, interest: Interest, routes: Sequence[PeerRoute]) -> None:
+    def _looked_up(self, addr: str, answer: Sequence[PeerRoute] | PDError) -> None:
         now = time.monotonic()
-        if routes:
-            self._routes[interest.bootstrap_addr] = (now, routes)
-        self._execute(self._table.found(interest, routes, now))
+        interests = self._looking.pop(addr)
+        if isinstance(answer, PDError):
+            for interest in interests:
+                self._execute(self._table.not_found(interest, answer, now))
+            return
+        if answer:
+            self._routes[addr] = (now, answer)
+        for interest in interests:
+            self._execute(self._table.found(interest, answer, now))
 
     def _send(self, route: PeerRoute, message: msg.Message) -> None:
         line = self._lines.get(route)

@@ -147,11 +147,13 @@ class PrefillChannel:
             except Exception:
                 # Nothing a peer sends or one request does may end the service of all the others.
                 logger.exception("prefill side channel: unexpected error; going on")
-        for command in self._commands.drain():
-            command()
-        self._execute(self._table.close("this prefill instance is stopping", time.monotonic()))
-        self._socket.close(LINGER_MS)
-        self._context.term()
+        try:
+            for command in self._commands.drain():
+                command()
+            self._execute(self._table.close("this prefill instance is stopping", time.monotonic()))
+        finally:
+            self._socket.close(LINGER_MS)
+            self._context.term()
 
     def _receive(self) -> None:
         for _ in range(RECEIVE_BURST):
@@ -177,9 +179,7 @@ class PrefillChannel:
                     if not self._register(action.offer):
                         return
                 case Release():
-                    for uuid in action.uuids:
-                        self._transport.release(uuid)
-                    self._budget.give(action.packed_bytes)
+                    self._release(action)
 
     def _register(self, offer: Offer) -> bool:
         try:
@@ -192,6 +192,15 @@ class PrefillChannel:
             )
             return False
         return True
+
+    def _release(self, action: Release) -> None:
+        for uuid in action.uuids:
+            try:
+                self._transport.release(uuid)
+            except Exception:
+                # The transport lets go by itself in time; the rest of this action and of the others must be done.
+                logger.exception("cannot take an offer back from the transfer server")
+        self._budget.give(action.packed_bytes)
 
     def _reply(self, peer: Any, message: msg.Message) -> None:
         try:
