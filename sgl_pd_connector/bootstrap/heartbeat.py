@@ -39,7 +39,7 @@ class RegistrationStatus(enum.Enum):
 class Registration:
     """What to tell the bootstrap server next, and when. Free of I/O: ask `next_call`, report what came of it.
 
-    Each ``on_...`` returns the seconds to wait before the next call.
+    ``now`` is monotonic seconds; each ``on_...`` returns the seconds to wait before the next call.
 
     A server that has forgotten a rank (restarted, or the network was gone for longer than the ttl) is sent
     it again at once. A rank that another epoch holds is left to it: two processes with the same instance id
@@ -63,31 +63,38 @@ class Registration:
         self._missing = dict(self._routes)
         self._interval = interval
         self._period = interval
+        self._renew_at = 0.0  # when the ranks already put need a heartbeat, should others still be missing
         self._jitter = jitter
         self._failures = 0
         self.status = RegistrationStatus.PENDING
 
-    def next_call(self) -> Route | Heartbeat:
-        """A route to be put, or the heartbeat to be sent."""
-        if self._missing:
+    def next_call(self, now: float) -> Route | Heartbeat:
+        """A route to be put, or the heartbeat of those that were."""
+        held_due = len(self._missing) < len(self._routes) and now >= self._renew_at
+        if self._missing and not held_due:
             return next(iter(self._missing.values()))
         first = next(iter(self._routes.values()))
-        return Heartbeat(
-            role=first.role, instance_id=first.instance_id, epoch=first.epoch, ranks=list(self._routes)
-        )
+        held = [rank for rank in self._routes if rank not in self._missing]
+        return Heartbeat(role=first.role, instance_id=first.instance_id, epoch=first.epoch, ranks=held)
 
-    def on_registered(self, route: Route, reply: Registered) -> float:
+    def on_registered(self, route: Route, reply: Registered, now: float) -> float:
+        self._answered(reply.ttl)
+        if len(self._missing) == len(self._routes):
+            self._renew_at = now + self._period
         del self._missing[route.rank]
-        if self._missing:
-            return self._answered(RegistrationStatus.PENDING, reply.ttl)
-        return self._answered(RegistrationStatus.REGISTERED, reply.ttl)
+        self.status = RegistrationStatus.PENDING if self._missing else RegistrationStatus.REGISTERED
+        return self._pause()
 
-    def on_heartbeat(self, reply: HeartbeatReply) -> float:
-        self._missing = {rank: self._routes[rank] for rank in reply.unknown if rank in self._routes}
-        if self._missing:
-            return self._answered(RegistrationStatus.PENDING, reply.ttl)
-        held = RegistrationStatus.SUPERSEDED if reply.superseded else RegistrationStatus.REGISTERED
-        return self._answered(held, reply.ttl)
+    def on_heartbeat(self, reply: HeartbeatReply, now: float) -> float:
+        self._answered(reply.ttl)
+        self._renew_at = now + self._period
+        if reply.unknown:
+            self._missing |= {rank: self._routes[rank] for rank in reply.unknown}
+            self.status = RegistrationStatus.PENDING
+        elif not self._missing:
+            lost = bool(reply.superseded)
+            self.status = RegistrationStatus.SUPERSEDED if lost else RegistrationStatus.REGISTERED
+        return self._pause()
 
     def on_failure(self, *, answered: bool) -> float:
         """The call failed; ``answered``: with a refusal, which a quick retry will not change."""
@@ -96,10 +103,11 @@ class Registration:
         self._failures += 1
         return self._spread(pause)
 
-    def _answered(self, status: RegistrationStatus, ttl: float) -> float:
-        self.status = status
+    def _answered(self, ttl: float) -> None:
         self._failures = 0
         self._period = min(self._interval, ttl / 3)
+
+    def _pause(self) -> float:
         return 0.0 if self._missing else self._spread(self._period)
 
     def _spread(self, seconds: float) -> float:
@@ -165,14 +173,15 @@ class Registrar:
 
     def _step(self) -> tuple[float, Exception | None]:
         """One call; returns the seconds until the next, and what went wrong."""
-        call = self._registration.next_call()
+        registration = self._registration
+        call = registration.next_call(time.monotonic())
         try:
             if isinstance(call, Route):
-                return self._registration.on_registered(call, self._client.put(call)), None
-            return self._registration.on_heartbeat(self._client.heartbeat(call)), None
+                return registration.on_registered(call, self._client.put(call), time.monotonic()), None
+            return registration.on_heartbeat(self._client.heartbeat(call), time.monotonic()), None
         except BootstrapError as error:
             answered = not isinstance(error, BootstrapUnavailableError)
-            return self._registration.on_failure(answered=answered), error
+            return registration.on_failure(answered=answered), error
 
     def _log(self, error: Exception | None) -> None:
         first = self._routes[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -38,7 +38,7 @@ class Registry:
         ttl: seconds a route is kept after it was last heard of.
         max_routes: bound on the number of routes.
         clock: monotonic seconds.
-        on_expired: told of each route that was dropped because its instance fell silent.
+        on_expired: told of the routes that were just dropped because their instances fell silent.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Registry:
         ttl: float,
         max_routes: int,
         clock: Callable[[], float],
-        on_expired: Callable[[Route], None] = lambda _route: None,
+        on_expired: Callable[[Sequence[Route]], None] = lambda _routes: None,
     ) -> None:
         self.ttl = ttl
         self.max_routes = max_routes
@@ -116,12 +116,15 @@ class Registry:
     def _sweep(self) -> float:
         """Drops what has expired; returns the time it took for that."""
         now = self._clock()
+        expired: list[Route] = []
         while self._entries:
             key, entry = next(iter(self._entries.items()))
             if now - entry.heard < self.ttl:
                 break
             self._drop(key)
-            self._on_expired(entry.route)
+            expired.append(entry.route)
+        if expired:
+            self._on_expired(expired)
         return now
 
     def _drop(self, key: RouteKey) -> None:

@@ -1,4 +1,5 @@
-"""``sgl-pd demo``: one prefill server, one decode server and a router on this machine, checked token by token."""
+"""``sgl-pd demo``: one prefill server, one decode server and a router on this machine, checked token by
+token."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ console = Console()
 
 @dataclass(frozen=True)
 class Checked:
-    """One request: what the plain server said, what came through the router, and what D recorded of the transfer."""
+    """One request: what the plain server said, what came through the router, and what D recorded of the
+    transfer."""
 
     prompt_tokens: int
     expected: list[int]
@@ -132,7 +134,8 @@ def _uninterrupted_cleanup() -> Iterator[None]:
 
 
 def _golden(fleet: Fleet, engine: Engine, prompts: list[list[int]], directory: Path) -> list[list[int]]:
-    """What one plain server answers. It is stopped again, so that two engines at a time have to fit the machine."""
+    """What one plain server answers. It is stopped again, so that two engines at a time have to fit the
+    machine."""
     (port,) = free_ports(1)
     plain = engine.server("plain", port=port, directory=directory)
     _start(fleet, plain)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_pd_connector.bootstrap.heartbeat import Registration, RegistrationStatus
-from sgl_pd_connector.bootstrap.registry import Registry
+from sgl_pd_connector.bootstrap.registry import Registry, RegistryFullError
 from sgl_pd_connector.wire.routes import Heartbeat, HeartbeatReply, Registered, Route
 from tests.registrations import make_route, make_routes
 
@@ -30,16 +30,20 @@ class Network:
 
     def step(self, registration: Registration) -> float:
         """One call; returns the pause until the next."""
-        call = registration.next_call()
+        call = registration.next_call(self.now)
         self.calls.append("put" if isinstance(call, Route) else "heartbeat")
         if not self.up or self.refusing:
             return registration.on_failure(answered=self.up)
         if isinstance(call, Route):
-            replaced = self.registry.put(call)
-            return registration.on_registered(call, Registered(ttl=TTL, replaced=replaced))
+            try:
+                replaced = self.registry.put(call)
+            except RegistryFullError:
+                return registration.on_failure(answered=True)
+            return registration.on_registered(call, Registered(ttl=TTL, replaced=replaced), self.now)
         assert isinstance(call, Heartbeat)
         unknown, superseded = self.registry.heartbeat(call)
-        return registration.on_heartbeat(HeartbeatReply(unknown=unknown, superseded=superseded, ttl=TTL))
+        reply = HeartbeatReply(unknown=unknown, superseded=superseded, ttl=TTL)
+        return registration.on_heartbeat(reply, self.now)
 
     def run(self, registration: Registration, seconds: float) -> None:
         end = self.now + seconds
@@ -103,6 +107,28 @@ def test_only_what_was_forgotten_is_registered_again(network: Network) -> None:
     network.run(registration, 0.0)
     assert network.calls == ["heartbeat", "put"]
     assert len(network.listed()) == 3
+
+
+def test_ranks_already_put_are_renewed_while_the_others_are_still_being_put(network: Network) -> None:
+    routes = make_routes(100)
+    registration = make(*routes)
+    for _ in range(200):
+        if registration.status is RegistrationStatus.REGISTERED:
+            break
+        network.step(registration)
+        network.now += 1.0  # a slow server: all of them take longer than the ttl
+    assert network.listed() == routes
+    assert network.calls.count("put") == 100
+
+
+def test_a_refused_rank_does_not_cost_the_others_their_place(network: Network) -> None:
+    network.registry.max_routes = 2
+    registration = make(*make_routes(3))
+    for _ in range(20):
+        network.now += network.step(registration)
+    assert network.now > 2 * TTL
+    assert len(network.listed()) == 2
+    assert registration.status is RegistrationStatus.REFUSED
 
 
 def test_an_unreachable_server_is_tried_again_soon_then_at_the_interval(network: Network) -> None:

@@ -23,7 +23,7 @@ class World:
         self.now = 1000.0
         self.expired: list[Route] = []
         self.registry = Registry(
-            ttl=TTL, max_routes=max_routes, clock=lambda: self.now, on_expired=self.expired.append
+            ttl=TTL, max_routes=max_routes, clock=lambda: self.now, on_expired=self.expired.extend
         )
 
     def beat(
