@@ -130,6 +130,10 @@ class ConnectorConfig(BaseModel):
         description="D's device memory for data pulled and not yet written. Above it further pulls wait.",
     )
 
+    transfer_log: str | None = Field(
+        None, description="File that gets one JSON line per finished transfer, for debugging and benchmarks."
+    )
+
     @field_validator("allowed_bootstrap_hosts", mode="before")
     @classmethod
     def _split_list(cls, value: Any) -> Any:

@@ -114,7 +114,7 @@ def _run(
         expected = _golden(fleet, engine, prompts, directory)
         router, transfer_log = _start_pair(fleet, engine, directory, sequential=sequential)
         got = _ask_all(engine, router, prompts, "through the router")
-        records = _records(transfer_log, lengths)
+        records = _records(transfer_log, [engine.moved_tokens(length) for length in lengths])
         results = [Checked(*each) for each in zip(lengths, expected, got, records, strict=True)]
         _show(results)
         if json_file is not None:

@@ -54,6 +54,9 @@ class Engine(Protocol):
     def token_ids(self, answer: Mapping[str, Any]) -> list[int]:
         """The generated tokens in the answer to such a request."""
 
+    def moved_tokens(self, prompt_tokens: int) -> int:
+        """How many tokens of a prompt's KV cache go from P to D."""
+
 
 @dataclass
 class VllmEngine:
@@ -88,6 +91,9 @@ class VllmEngine:
 
     def token_ids(self, answer: Mapping[str, Any]) -> list[int]:
         return list(answer["choices"][0]["token_ids"])
+
+    def moved_tokens(self, prompt_tokens: int) -> int:
+        return prompt_tokens
 
 
 _EMULATED_VLLM = ["--max-num-seqs", "8", "--max-num-batched-tokens", "512"]

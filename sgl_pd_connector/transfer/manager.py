@@ -27,6 +27,7 @@ from sgl_pd_connector.transfer.prefill import PrefillSide
 from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.sender import JaxTransferKVSender
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
+from sgl_pd_connector.transfer.transfer_log import TransferLog
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.frames import bearer_token
 from sgl_pd_connector.wire.layout import KVLayout
@@ -76,7 +77,8 @@ class JaxTransferKVManager(BaseKVManager):
         self._token = token
         self._closed = False
         self._epoch = new_uuid()
-        self._recorder = Recorder()
+        self._log = None if config.transfer_log is None else TransferLog(config.transfer_log)
+        self._recorder = Recorder(sink=None if self._log is None else self._log.write)
         self._layout = layout = KVLayout.from_args(args)
         planner = ChunkPlanner(layout, config.chunk_bytes, config.max_chunk_pages)
         self._bootstrap_server: HTTPBootstrapServer | None = None
@@ -235,6 +237,8 @@ class JaxTransferKVManager(BaseKVManager):
             self._engine.close()
         if self._bootstrap_server is not None:
             self._bootstrap_server.stop()
+        if self._log is not None:
+            self._log.close()
 
 
 def _key(room: int, prompt: bytes) -> RoomKey:

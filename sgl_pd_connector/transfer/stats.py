@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -131,9 +131,15 @@ class TransferStats:
 
 @dataclass
 class Recorder:
-    """Collects records from any thread. The lock is a leaf."""
+    """Collects records from any thread. The lock is a leaf.
+
+    Attributes:
+        totals: counters since start.
+        sink: gets each record, on the thread that adds it.
+    """
 
     totals: TransferStats = field(default_factory=TransferStats)
+    sink: Callable[[TransferRecord], None] | None = None
     _records: deque[TransferRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -144,6 +150,8 @@ class Recorder:
             totals.nbytes += record.nbytes
             totals.pages += record.pages
             self._records.append(record)
+        if self.sink is not None:
+            self.sink(record)
 
     def take(self) -> list[TransferRecord]:
         """The records since the last call."""
