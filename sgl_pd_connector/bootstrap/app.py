@@ -12,18 +12,7 @@ from starlette.exceptions import HTTPException
 
 from sgl_pd_connector.bootstrap.guard import Guard, error_response
 from sgl_pd_connector.bootstrap.registry import Registry, RegistryFullError
-from sgl_pd_connector.wire.routes import (
-    Deleted,
-    Health,
-    Heartbeat,
-    HeartbeatReply,
-    Registered,
-    Role,
-    Route,
-    RouteGoodbye,
-    RouteList,
-    RouteQuery,
-)
+from sgl_pd_connector.wire import routes as wire
 
 
 def make_app(registry: Registry, auth_token: str | None = None) -> FastAPI:
@@ -36,34 +25,36 @@ def make_app(registry: Registry, auth_token: str | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
 
     @app.put("/route")
-    async def put_route(route: Route) -> Registered:
+    async def put_route(route: wire.Route) -> wire.Registered:
         replaced = registry.put(route)
         _ = route.wire_json  # rendered now, so that listing thousands of routes is only a join
-        return Registered(ttl=registry.ttl, replaced=replaced)
+        return wire.Registered(ttl=registry.ttl, replaced=replaced)
 
     @app.delete("/route")
-    async def delete_route(query: Annotated[RouteGoodbye, Query()]) -> Deleted:
-        return Deleted(deleted=registry.delete(query.key, query.epoch))
+    async def delete_route(query: Annotated[wire.RouteGoodbye, Query()]) -> wire.Deleted:
+        return wire.Deleted(deleted=registry.delete(query.key, query.epoch))
 
-    @app.get("/route", response_model=Route)
-    async def get_route(query: Annotated[RouteQuery, Query()]) -> Response:
+    @app.get("/route", response_model=wire.Route)
+    async def get_route(query: Annotated[wire.RouteQuery, Query()]) -> Response:
         route = registry.get(query.key)
         if route is None:
             return error_response(404, f"no route of {query.key} is registered", "instance_id")
         return _json(route.wire_json)
 
-    @app.get("/list", response_model=RouteList)
-    async def list_routes(role: Role) -> Response:
+    @app.get("/list", response_model=wire.RouteList)
+    async def list_routes(role: wire.Role) -> Response:
         return _json(b'{"routes":[' + b",".join(route.wire_json for route in registry.routes(role)) + b"]}")
 
     @app.post("/heartbeat")
-    async def heartbeat(beat: Heartbeat) -> HeartbeatReply:
+    async def heartbeat(beat: wire.Heartbeat) -> wire.HeartbeatReply:
         unknown, superseded = registry.heartbeat(beat)
-        return HeartbeatReply(unknown=unknown, superseded=superseded, ttl=registry.ttl)
+        return wire.HeartbeatReply(unknown=unknown, superseded=superseded, ttl=registry.ttl)
 
     @app.get("/health")
-    async def health() -> Health:
-        return Health(prefill=registry.count("prefill"), decode=registry.count("decode"), ttl=registry.ttl)
+    async def health() -> wire.Health:
+        return wire.Health(
+            prefill=registry.count("prefill"), decode=registry.count("decode"), ttl=registry.ttl
+        )
 
     return app
 
