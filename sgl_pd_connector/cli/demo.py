@@ -77,20 +77,23 @@ def demo(
         raise typer.BadParameter(f"{engine!r} is not one of: {', '.join(ENGINES)}", param_hint="--engine")
     directory = Path(tempfile.mkdtemp(prefix="sgl-pd-demo-"))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    complete = False
     try:
         results = _run(
             ENGINES[engine](model), directory, sequential=sequential, keep=keep, json_file=json_file
         )
-    except PDError as error:
-        console.print(f"[red]demo failed:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        complete = all(result.ok for result in results)
     except KeyboardInterrupt:
         console.print("stopped")
+        complete = True
         raise typer.Exit(130) from None
-    if not all(result.ok for result in results):
-        console.print(f"logs are in {directory}")
+    finally:
+        if complete or not any(directory.iterdir()):
+            shutil.rmtree(directory)
+        else:
+            console.print(f"the servers' logs are in {directory}", highlight=False)
+    if not complete:
         raise typer.Exit(1)
-    shutil.rmtree(directory)
 
 
 def prompt_lengths(page_size: int, longest: int) -> list[int]:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from sgl_pd_connector.cli import bootstrap
+from sgl_pd_connector.cli import bootstrap, demo
 from sgl_pd_connector.errors import PDError
 
 app = typer.Typer(
@@ -19,12 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("bootstrap")(bootstrap.run)
-
-
-@app.callback()
-def _has_subcommands() -> None:
-    # With a single command Typer would otherwise drop its name from the command line.
-    pass
+app.command("demo")(demo.demo)
 
 
 def main() -> None:

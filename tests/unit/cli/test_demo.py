@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from sgl_pd_connector.cli import demo
 from sgl_pd_connector.cli.demo import Checked, prompt_lengths
+from sgl_pd_connector.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
@@ -84,11 +86,10 @@ def test_an_unknown_engine_is_named() -> None:
     assert "is not one of: vllm" in answer.output
 
 
-def test_a_missing_extra_is_a_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     answer = app_answer()
-    assert answer.exit_code == 1
-    assert (
-        "demo failed: vLLM is not installed here: pip install 'sgl-pd-connector[vllm,router]'"
-        in answer.output
-    )
+    assert isinstance(answer.exception, ConfigError)
+    assert str(answer.exception) == "vLLM is not installed here: pip install 'sgl-pd-connector[vllm,router]'"
+    assert not list(tmp_path.iterdir())
