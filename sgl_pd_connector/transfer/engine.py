@@ -17,7 +17,7 @@ import jax
 from jax.experimental import transfer
 
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.transfer.transport import Peer
+from sgl_pd_connector.transfer.transport import Link, Peer
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.messages import MAX_UUID
 
@@ -136,23 +136,24 @@ class JaxTransferKVEngine:
                 for old in self._links
                 if old.instance_id == peer.instance_id or old.transfer_addr == peer.transfer_addr
             ]
-        for old in gone:
-            self.evict(old)
+            dropped = [self._links.pop(old) for old in gone]
+        for old in dropped:
+            old.drop()
         link = JaxLink(self._start_server(0), peer.transfer_addr)
         with self._lock:
             self._links[peer] = link
         return link
 
-    def evict(self, peer: Peer) -> None:
+    def evict(self, peer: Peer, link: Link) -> None:
         with self._lock:
-            link = self._links.pop(peer, None)
-        if link is not None:
-            logger.info(
-                "dropping the connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr
-            )
-            link.drop()
+            if self._links.get(peer) is not link:
+                return
+            del self._links[peer]
+        logger.info("new connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr)
 
     def close(self) -> None:
         """Drops every connection. The native server of a prefill instance ends with the process."""
-        for peer in list(self._links):
-            self.evict(peer)
+        with self._lock:
+            links, self._links = list(self._links.values()), {}
+        for link in links:
+            link.drop()

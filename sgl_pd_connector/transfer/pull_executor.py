@@ -24,7 +24,7 @@ from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.plan import PullChunk
 from sgl_pd_connector.transfer.pool import PoolWrite, PoolWriter
-from sgl_pd_connector.transfer.transport import Peer, Transport
+from sgl_pd_connector.transfer.transport import Link, Peer, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ WINDOW = 4
 
 SHORTEST_NAP = 0.0001
 LONGEST_NAP = 0.001
+
+STOP_GRACE = 0.5
+"""Seconds that arrays still arriving are given when this side stops."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class _Piece:
 class _Job:
     task: PullTask
     future: Future[None]
+    link: Link | None = None
     next_chunk: int = 0
     pulling: deque[_Piece] = field(default_factory=deque)
     writing: deque[_Piece] = field(default_factory=deque)
@@ -72,6 +76,7 @@ class _Orphan:
     """Arrays of a transfer that is over. Dropping them while they arrive is not safe, so they are kept until ready."""
 
     peer: Peer
+    link: Link
     arrays: list[jax.Array]
     nbytes: int
     give_up: float
@@ -99,6 +104,9 @@ class PullExecutor:
         self._stopping = False
         self._jobs: list[_Job] = []
         self._orphans: list[_Orphan] = []
+        # Links on which something went wrong. New pulls do not get them; the transfers that still use one may well end
+        # in success, so it is dropped after the last of them.
+        self._retired: list[Link] = []
         self._thread = threading.Thread(target=self._run, name="sgl-pd-pull", daemon=True)
         self._thread.start()
 
@@ -139,6 +147,7 @@ class PullExecutor:
             for job in self._jobs:
                 progress |= self._guarded_advance(job)
             self._jobs = [job for job in self._jobs if not job.future.done()]
+            self._drop_retired()
             progress |= self._drain_orphans()
             nap = SHORTEST_NAP if progress else min(2 * nap, LONGEST_NAP)
             if self._jobs or self._orphans:
@@ -151,6 +160,7 @@ class PullExecutor:
         except Exception as error:
             # One transfer's surprise must not end the others.
             logger.exception("pull from %s failed", job.task.peer.transfer_addr)
+            self._retire(job.task.peer, job.link)
             self._fail(job, TransferError(f"pull from {job.task.peer.transfer_addr} failed: {error}"))
             return True
 
@@ -166,10 +176,10 @@ class PullExecutor:
             job.writing.append(piece)
             error = _error_in(piece.arrays)
             if error is not None:
+                self._retire(task.peer, job.link)
                 self._fail(
                     job, TransferError(f"pull from prefill instance {task.peer.instance_id} failed: {error}")
                 )
-                self._transport.evict(task.peer)
                 return True
             piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
             self._writer.put(piece.write)
@@ -194,6 +204,8 @@ class PullExecutor:
 
     def _start_pulls(self, job: _Job) -> bool:
         task, started = job.task, False
+        if job.link is None and task.chunks:
+            job.link = self._transport.link(task.peer)
         while job.next_chunk < len(task.chunks) and len(job.pulling) < WINDOW:
             index = job.next_chunk
             if not self._budget.take(task.nbytes[index]):
@@ -202,7 +214,8 @@ class PullExecutor:
             chunk = task.chunks[index]
             piece = _Piece(chunk, [], task.nbytes[index])
             job.pulling.append(piece)
-            piece.arrays = self._transport.link(task.peer).pull(chunk.uuid, task.specs[index])
+            assert job.link is not None
+            piece.arrays = job.link.pull(chunk.uuid, task.specs[index])
             started = True
         return started
 
@@ -225,23 +238,39 @@ class PullExecutor:
         if job.future.done():
             return
         error = job.task.life.failure_exception()
-        pending = [piece for piece in job.pulling if piece.arrays and not _all_ready(piece.arrays)]
-        for piece in (*job.pulling, *job.writing):
-            if piece not in pending:
-                self._budget.give(piece.nbytes)
-        if pending and isinstance(error, TransferTimeoutError):
-            # The peer did not deliver in time: with the link go its pulls, and the next request tries a new one.
-            self._transport.evict(job.task.peer)
-            for piece in pending:
-                self._budget.give(piece.nbytes)
-        else:
-            give_up = time.monotonic() + self._orphan_timeout
-            self._orphans += [
-                _Orphan(job.task.peer, piece.arrays, piece.nbytes, give_up) for piece in pending
-            ]
+        pieces = [*job.pulling, *job.writing]
         job.pulling.clear()
         job.writing.clear()
+        give_up = time.monotonic() + self._orphan_timeout
+        for piece in pieces:
+            if job.link is None or not piece.arrays or _all_ready(piece.arrays):
+                self._budget.give(piece.nbytes)
+                continue
+            self._orphans.append(_Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
+            if isinstance(error, TransferTimeoutError):
+                # The peer did not deliver in time: the next request tries a new connection.
+                self._retire(job.task.peer, job.link)
         job.future.set_exception(error)
+
+    def _retire(self, peer: Peer, link: Link | None) -> None:
+        if link is not None and link not in self._retired:
+            self._transport.evict(peer, link)
+            self._retired.append(link)
+
+    def _drop_retired(self) -> None:
+        for link in list(self._retired):
+            if any(job.link is link for job in self._jobs):
+                continue
+            self._retired.remove(link)
+            try:
+                link.drop()
+            except Exception:
+                logger.exception("dropping a connection failed")
+            # Their memory goes with the link.
+            for orphan in self._orphans:
+                if orphan.link is link:
+                    self._budget.give(orphan.nbytes)
+            self._orphans = [orphan for orphan in self._orphans if orphan.link is not link]
 
     def _drain_orphans(self) -> bool:
         if not self._orphans:
@@ -249,13 +278,12 @@ class PullExecutor:
         now = time.monotonic()
         left: list[_Orphan] = []
         for orphan in self._orphans:
-            ready = _all_ready(orphan.arrays)
-            if not ready and now < orphan.give_up:
-                left.append(orphan)
+            if _all_ready(orphan.arrays):
+                self._budget.give(orphan.nbytes)
                 continue
-            if not ready:
-                self._transport.evict(orphan.peer)
-            self._budget.give(orphan.nbytes)
+            left.append(orphan)
+            if now >= orphan.give_up:
+                self._retire(orphan.peer, orphan.link)
         changed = len(left) != len(self._orphans)
         self._orphans = left
         return changed
@@ -266,14 +294,14 @@ class PullExecutor:
         for job in self._jobs:
             self._fail(job, TransferAbortedError("this decode instance is stopping"))
         # Arrays still arriving when the process exits can crash it: give them a moment, then cut the links.
-        deadline = time.monotonic() + 0.5
+        deadline = time.monotonic() + STOP_GRACE
         while self._orphans and time.monotonic() < deadline:
             if not self._drain_orphans():
                 time.sleep(LONGEST_NAP)
         for orphan in self._orphans:
-            orphan.give_up = 0.0
-        self._drain_orphans()
+            self._retire(orphan.peer, orphan.link)
         self._jobs.clear()
+        self._drop_retired()
 
 
 def _all_ready(arrays: Sequence[Any]) -> bool:

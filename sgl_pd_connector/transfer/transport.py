@@ -30,6 +30,9 @@ class Link(Protocol):
         answer leaves them not ready for ever: the caller keeps a clock.
         """
 
+    def drop(self) -> None:
+        """Fails every pull still pending on it and lets go of what it holds. Last call on it."""
+
 
 class Transport(Protocol):
     """One per process."""
@@ -46,5 +49,5 @@ class Transport(Protocol):
     def link(self, peer: Peer) -> Link:
         """The connection to a peer, made on first use."""
 
-    def evict(self, peer: Peer) -> None:
-        """Forgets the connection to a peer after an error on it; the next `link` makes a new one."""
+    def evict(self, peer: Peer, link: Link) -> None:
+        """After an error on it: the next `link` makes a new connection. Pulls under way go on until `Link.drop`."""
