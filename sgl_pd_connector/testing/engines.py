@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from sgl_pd_connector.errors import ConfigError
 from sgl_pd_connector.testing.checkpoints import make_checkpoint
+from sgl_pd_connector.testing.hardware import tpu_chips
 from sgl_pd_connector.testing.servers import LOCALHOST, Server
 
 Role = Literal["plain", "prefill", "decode"]
@@ -115,17 +115,6 @@ def _vllm(model: str | None) -> VllmEngine:
 
 ENGINES: dict[str, Callable[[str | None], Engine]] = {"vllm": _vllm}
 """By name: makes the engine for a model, or for a tiny random one."""
-
-
-def tpu_chips() -> list[int]:
-    """Numbers of this machine's TPU chips, found without claiming them."""
-    from jax._src import hardware_utils
-
-    visible = os.environ.get("TPU_VISIBLE_CHIPS")
-    if visible:
-        return [int(chip) for chip in visible.split(",")]
-    count, _ = hardware_utils.num_available_tpu_chips_and_device_id()
-    return list(range(count))
 
 
 def _one_chip(role: Role) -> dict[str, str]:
