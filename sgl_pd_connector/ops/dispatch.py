@@ -1,17 +1,14 @@
 """Compiled gather and scatter: one executable per (pools, page count, groups), kept for good."""
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from sgl_pd_connector.ops import xla
+from sgl_pd_connector.ops import backend, sharded
 
 
 class PoolLike(Protocol):
@@ -25,26 +22,8 @@ class PoolLike(Protocol):
     def sharding(self) -> Any: ...
 
 
-_BACKENDS = ("xla", "pallas", "pallas_interpret")
-_forced: str | None = None
 _lock = threading.Lock()  # guards _compiled; two threads asking for one shape compile it once
 _compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
-
-
-def set_backend(name: str | None) -> None:
-    """Forces "xla", "pallas" or "pallas_interpret" for this process; None goes back to the platform's own."""
-    global _forced  # noqa: PLW0603
-    if name is not None and name not in _BACKENDS:
-        raise ValueError(f"ops backend {name!r} is unknown: choose one of {', '.join(_BACKENDS)}")
-    _forced = name
-
-
-def backend(platform: str) -> str:
-    """The backend on a platform: forced, else SGL_PD_OPS_BACKEND, else Pallas on "tpu" and XLA elsewhere."""
-    name = _forced or os.environ.get("SGL_PD_OPS_BACKEND") or ("pallas" if platform == "tpu" else "xla")
-    if name not in _BACKENDS:
-        raise ValueError(f"SGL_PD_OPS_BACKEND={name!r} is unknown: choose one of {', '.join(_BACKENDS)}")
-    return name
 
 
 def compilations() -> int:
@@ -65,8 +44,7 @@ def gather(pools: Sequence[jax.Array], page_ids: np.ndarray, groups: Sequence[in
     """
     ids = _check_ids(page_ids, pools[0].shape[0])
     run = _executable("gather", pools, len(ids), tuple(groups))
-    packed: tuple[jax.Array, ...] = run(list(pools), ids)
-    return packed
+    return tuple(run(list(pools), ids))
 
 
 def scatter(
@@ -76,7 +54,7 @@ def scatter(
 
     pools: as for `gather`; donated, their memory is updated in place and the arrays passed in are dead after.
     packed: one `[layers_in_group, n, *page_shape]` per group, in layer order, sharded as `packed_specs` says.
-    page_ids: `[n]` int32 on the host, distinct from `skip` on, any order.
+    page_ids: `[n]` int32 on the host, distinct, any order.
     skip: how many leading pages of the buffers are not written; their ids do not matter.
 
     Returns the new pools and a token: an int32 scalar that becomes ready when, and only when, the
@@ -86,9 +64,10 @@ def scatter(
     """
     if not 0 <= skip < len(page_ids):
         raise ValueError(f"scatter: cannot skip {skip} of {len(page_ids)} pages")
-    ids = _check_ids(page_ids, pools[0].shape[0])
-    if len(np.unique(ids[skip:])) != len(ids) - skip:
-        raise ValueError(f"scatter: a page is named twice in {ids.tolist()}")
+    written = _check_ids(page_ids[skip:], pools[0].shape[0])
+    if len(np.unique(written)) != len(written):
+        raise ValueError(f"scatter: a page is named twice in {written.tolist()}")
+    ids = np.concatenate((np.full(skip, sharded.ELSEWHERE), written))
     groups = tuple(buffer.shape[0] for buffer in packed)
     for buffer, spec in zip(packed, packed_specs(pools, len(ids), groups), strict=True):
         if buffer.shape != spec.shape or buffer.dtype != spec.dtype:
@@ -96,9 +75,7 @@ def scatter(
                 f"scatter: a packed buffer is {buffer.dtype}{list(buffer.shape)}, "
                 f"the pools ask for {spec.dtype}{list(spec.shape)}"
             )
-    new_pools, token = _executable("scatter", pools, len(ids), groups)(
-        list(pools), list(packed), ids, np.int32(skip)
-    )
+    new_pools, token = _executable("scatter", pools, len(ids), groups)(list(pools), list(packed), ids)
     return new_pools, token
 
 
@@ -109,11 +86,7 @@ def packed_specs(
     if sum(groups) != len(pools):
         raise ValueError(f"groups {tuple(groups)} name {sum(groups)} layers, there are {len(pools)} pools")
     pool = pools[0]
-    sharding: Sharding = pool.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(
-            sharding.mesh, _packed_pspec(sharding.spec, len(pool.shape)), memory_kind=sharding.memory_kind
-        )
+    sharding = sharded.packed_sharding(pool.sharding, len(pool.shape))
     return tuple(
         jax.ShapeDtypeStruct((layers, n, *pool.shape[1:]), pool.dtype, sharding=sharding) for layers in groups
     )
@@ -124,7 +97,7 @@ def warmup(
     groups_by_n: Mapping[int, Sequence[int]],
     ops: Sequence[str] = ("gather", "scatter"),
 ) -> None:
-    """Compiles gather and scatter for every page count of the ladder, without running or touching the pools.
+    """Compiles the ops for every page count of the ladder, without running them or touching the pools.
 
     groups_by_n: page count -> groups, as the chunk plan fixes them. Call before the server says it is ready.
     """
@@ -142,96 +115,28 @@ def _check_ids(page_ids: np.ndarray, num_pages: int) -> np.ndarray:
     return ids
 
 
-def _packed_pspec(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    axes = [*spec, *[None] * (ndim - len(spec))]
-    return PartitionSpec(None, None, *axes[1:])
-
-
 def _executable(op: str, pools: Sequence[PoolLike], n: int, groups: tuple[int, ...]) -> jax.stages.Compiled:
     pool = pools[0]
     device = next(iter(pool.sharding.device_set))
-    key = (op, backend(device.platform), len(pools), pool.shape, pool.dtype, pool.sharding, n, groups)
+    name = backend.backend_name(device.platform)
+    key = (op, name, len(pools), pool.shape, pool.dtype, pool.sharding, n, groups)
     with _lock:
         if key not in _compiled:
-            _compiled[key] = _compile(op, pools, n, groups)
+            _compiled[key] = _compile(op, name, pools, n, groups)
         return _compiled[key]
 
 
-def _compile(op: str, pools: Sequence[PoolLike], n: int, groups: tuple[int, ...]) -> jax.stages.Compiled:
-    pool_specs = [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding) for p in pools]
-    if len(set(pool_specs)) != 1:
-        raise ValueError(f"the pools differ from one another: {set(pool_specs)}")
-    packed = packed_specs(pools, n, groups)
+def _compile(
+    op: str, name: str, pools: Sequence[PoolLike], n: int, groups: tuple[int, ...]
+) -> jax.stages.Compiled:
+    specs = [jax.ShapeDtypeStruct(pool.shape, pool.dtype, sharding=pool.sharding) for pool in pools]
+    pool = specs[0]
+    if any(spec != pool for spec in specs):
+        raise ValueError(f"the pools differ from one another: {sorted(set(map(str, specs)))}")
+    packed = list(packed_specs(pools, n, groups))
     ids = jax.ShapeDtypeStruct((n,), jnp.int32)
-    sharding: Sharding = pools[0].sharding
+    copies = backend.build(name, pool)
     if op == "gather":
-        return jax.jit(_gather(sharding, groups, pool_specs[0].ndim)).lower(pool_specs, ids).compile()
-    fn = jax.jit(_scatter(sharding, pool_specs[0].ndim), donate_argnums=0)
-    return fn.lower(pool_specs, list(packed), ids, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-
-
-def _gather(sharding: Sharding, groups: tuple[int, ...], ndim: int) -> Callable[..., Any]:
-    axes = _page_axes(sharding)
-
-    def local(pools: list[jax.Array], ids: jax.Array) -> tuple[jax.Array, ...]:
-        ids = _local_ids(ids, axes, pools[0].shape[0])
-        packed = xla.gather_pages(pools, ids, groups, partial=bool(axes))
-        return tuple(_sum_bits(buffer, axes) if axes else buffer for buffer in packed)
-
-    if not isinstance(sharding, NamedSharding):
-        return local
-    return jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec, PartitionSpec()),
-        out_specs=_packed_pspec(sharding.spec, ndim),
-        check_vma=False,
-    )
-
-
-def _scatter(sharding: Sharding, ndim: int) -> Callable[..., Any]:
-    axes = _page_axes(sharding)
-
-    def local(
-        pools: list[jax.Array], packed: list[jax.Array], ids: jax.Array, skip: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array]:
-        ids = _local_ids(ids, axes, pools[0].shape[0])
-        new_pools = xla.scatter_pages(pools, packed, ids, skip, partial=bool(axes))
-        # The barrier makes the token depend on every pool: no compiler may hand it out before the writes.
-        *new_pools, token = lax.optimization_barrier((*new_pools, jnp.int32(0)))
-        return list(new_pools), token
-
-    if not isinstance(sharding, NamedSharding):
-        return local
-    return jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec, _packed_pspec(sharding.spec, ndim), PartitionSpec(), PartitionSpec()),
-        out_specs=(sharding.spec, PartitionSpec()),
-        check_vma=False,
-    )
-
-
-def _page_axes(sharding: Sharding) -> tuple[str, ...]:
-    """The mesh axes of more than one device that split the pages themselves (data parallelism)."""
-    if isinstance(sharding, SingleDeviceSharding):
-        return ()
-    if not isinstance(sharding, NamedSharding):
-        raise ValueError(f"pools must have a NamedSharding or a SingleDeviceSharding, not {sharding}")
-    axes = sharding.spec[0] if len(sharding.spec) else None
-    names: Iterable[str] = () if axes is None else (axes,) if isinstance(axes, str) else axes
-    return tuple(name for name in names if sharding.mesh.shape[name] > 1)
-
-
-def _local_ids(ids: jax.Array, axes: tuple[str, ...], local_pages: int) -> jax.Array:
-    """Page ids within this shard; `local_pages`, one past the last, stands for a page of another shard."""
-    if not axes:
-        return ids
-    local = ids - lax.axis_index(axes) * local_pages
-    return jnp.where((local >= 0) & (local < local_pages), local, local_pages)
-
-
-def _sum_bits(buffer: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Each page comes from the one shard that owns it, zeros from the others; as integers, to keep bits."""
-    bits = lax.bitcast_convert_type(buffer, jnp.dtype(f"uint{8 * buffer.dtype.itemsize}"))
-    return lax.bitcast_convert_type(lax.psum(bits, axes), buffer.dtype)
+        return jax.jit(sharded.gather(copies, groups, pool.sharding, pool.ndim)).lower(specs, ids).compile()
+    run = jax.jit(sharded.scatter(copies, pool.sharding, pool.ndim), donate_argnums=0)
+    return run.lower(specs, packed, ids).compile()
