@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -96,6 +97,8 @@ def run_scheduler(args: DisaggregationArgs, *scheduler_args: Any) -> None:
 
     from sgl_pd_connector.sgl_jax.schedulers import make_scheduler
 
+    # It logs every heartbeat at INFO, the level that sgl-jax gives to all loggers.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     allow_unconstrained_rows()
     scheduler.Scheduler = functools.partial(make_scheduler, args)
     scheduler.run_scheduler_process(*scheduler_args)

@@ -29,7 +29,7 @@ DRAIN_SECONDS = 4.0
 STOP_SECONDS = 3.0
 """After that: how long the scheduler may take to tell its peers and end."""
 
-_NO_LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
+_LOGPROBS = ("input_token_logprobs", "output_token_logprobs", "input_top_logprobs", "output_top_logprobs")
 
 
 class DisaggregationTokenizerMixin(_TokenizerManager):
@@ -69,16 +69,25 @@ class DisaggregationTokenizerMixin(_TokenizerManager):
     ) -> AsyncIterator[Any]:
         async for out in super()._wait_one_response(obj, state, request):
             if isinstance(state.pd, PDRequest):
-                self._complete(out["meta_info"])
+                self._complete(out["meta_info"], stream=obj.stream)
             _raise_failure(out["meta_info"].get("finish_reason"), stream=obj.stream)
             yield out
 
-    def _complete(self, meta_info: dict[str, Any]) -> None:
-        """Adds the lists that routers and OpenAI handlers look for: P computed none, D none of the prompt's."""
-        names = _NO_LOGPROBS if self.disaggregation.mode == "prefill" else _NO_LOGPROBS[:1]
-        if self.disaggregation.mode == "prefill" or "output_token_logprobs" in meta_info:
-            for name in names:
+    def _complete(self, meta_info: dict[str, Any], *, stream: bool) -> None:
+        """Adds the lists that routers and OpenAI handlers look for: P computed none of them; mini_lb wants to join
+        the prompt's in every event of a stream."""
+        if self.disaggregation.mode == "prefill":
+            for name in _LOGPROBS:
                 meta_info.setdefault(name, [])
+        elif stream and "output_token_logprobs" in meta_info:
+            meta_info.setdefault("input_token_logprobs", [])
+
+    def detokenize_logprob_tokens(
+        self, token_logprobs_val: list[Any], token_logprobs_idx: list[Any], decode_to_text: bool
+    ) -> list[Any]:
+        # Without the overlap schedule they are NumPy scalars, which sgl-jax's streams cannot serialize.
+        values = [None if value is None else float(value) for value in token_logprobs_val]
+        return super().detokenize_logprob_tokens(values, list(map(int, token_logprobs_idx)), decode_to_text)
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
         # sgl-jax never forgets a request aborted in the queue, and then waits for it at SIGTERM.
