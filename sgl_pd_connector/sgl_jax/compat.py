@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.sgl_jax import surface
+from sgl_pd_connector.sgl_jax import repairs, surface
 from sgl_pd_connector.sgl_jax.requests import PDRequest
 from sgl_pd_connector.sgl_jax.server_args import DisaggregationArgs
 
@@ -99,27 +99,9 @@ def run_scheduler(args: DisaggregationArgs, *scheduler_args: Any) -> None:
 
     # It logs every heartbeat at INFO, the level that sgl-jax gives to all loggers.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    allow_unconstrained_rows()
+    repairs.install()
     scheduler.Scheduler = functools.partial(make_scheduler, args)
     scheduler.run_scheduler_process(*scheduler_args)
-
-
-def allow_unconstrained_rows() -> None:
-    """Corrects batches in which only some requests are constrained by a grammar.
-
-    sgl-jax makes the batch's mask of allowed tokens from zeros, and fills the rows that have a grammar: every other
-    request may sample nothing, and gets NaN. Unnecessary once upstream starts from ones.
-    """
-    from sgl_jax.srt.constrained.llguidance_backend import GuidanceGrammar
-
-    allocate = GuidanceGrammar.allocate_vocab_mask
-
-    def allocate_vocab_mask(self: Any, vocab_size: int, batch_size: int) -> np.ndarray:
-        mask: np.ndarray = allocate(self, vocab_size, batch_size)
-        mask.fill(-1)
-        return mask
-
-    GuidanceGrammar.allocate_vocab_mask = allocate_vocab_mask
 
 
 def server_args(argv: list[str]) -> Any:
@@ -194,16 +176,6 @@ def take(req: Any) -> PDRequest | None:
     if pd is not None:
         setattr(req, _CARRIER, None)
     return pd
-
-
-def uniform_logprobs(req: Any) -> None:
-    """Lets a request for logprobs of the output share a batch with one that wants none.
-
-    sgl-jax computes nothing for ``return_output_logprob_only`` unless all requests of a batch have it, reads the result
-    all the same, and dies. Asking for the prompt's last logprob as well gives the client the same answer.
-    """
-    if req.return_output_logprob_only:
-        req.return_logprob, req.return_output_logprob_only = True, False
 
 
 def refusal(req: Any) -> str | None:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sgl_pd_connector.sgl_jax import compat
+from sgl_pd_connector.sgl_jax import compat, repairs
 from sgl_pd_connector.sgl_jax.pools import SchedulerPools
 from sgl_pd_connector.sgl_jax.server_args import DisaggregationArgs
 from sgl_pd_connector.transfer import JaxTransferKVManager, kv_args
@@ -98,7 +98,7 @@ class DisaggregationSchedulerMixin(_Scheduler):
         super()._extend_requests_to_queue([req for req in reqs if self._enters(req)], is_retracted)
 
     def _enters(self, req: Any) -> bool:
-        compat.uniform_logprobs(req)
+        repairs.uniform_logprobs(req)
         return self._accept(req)
 
     def get_new_batch_prefill(self) -> Any:

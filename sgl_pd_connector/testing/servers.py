@@ -179,6 +179,23 @@ def mini_lb(prefill: Server, bootstrap_port: int, decode: Server, *, port: int, 
     return Server("mini_lb", command, port, log)
 
 
+def rust_router(
+    prefill: Server, bootstrap_port: int, decode: Server, *, port: int, metrics_port: int, log: Path
+) -> Server:
+    """sglang's Rust router, unmodified, in front of one prefill and one decode server."""
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--pd-disaggregation",
+        "--policy",
+        "round_robin",
+    ]
+    command += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
+    command += ["--host", LOCALHOST, "--port", str(port), "--prometheus-port", str(metrics_port)]
+    return Server("Rust router", command, port, log, health="/readiness")
+
+
 def sequential_proxy(prefill: Server, decode: Server, *, port: int, log: Path) -> Server:
     """A proxy that asks P first and hands P's ``kv_transfer_params`` to D, as vLLM's example proxies do."""
     command = [sys.executable, "-m", "sgl_pd_connector.testing.sequential_proxy"]
