@@ -32,7 +32,7 @@ TPU_INFERENCE_VERSIONS = ("0.32.0",)
 
 # What the emulated device says it has. The KV pool is made as large as fits, so this bounds the server's memory;
 # `--num-gpu-blocks-override` sets the pool's size exactly.
-DEVICE_MEMORY_BYTES = 512 * 1024**2
+DEVICE_MEMORY_BYTES = 256 * 1024**2
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.testing.checkpoints import make_checkpoint
+from sgl_pd_connector.testing.checkpoints import cache_directory, make_checkpoint
 from sgl_pd_connector.testing.hardware import tpu_chips
 from sgl_pd_connector.testing.servers import LOCALHOST, Server
 
@@ -96,6 +96,26 @@ class VllmEngine:
         return prompt_tokens
 
 
+def _emulation_environment() -> dict[str, str]:
+    return {
+        "SGL_PD_CPU_EMULATION": "1",
+        "JAX_PLATFORMS": "cpu",
+        "VLLM_HOST_IP": LOCALHOST,
+        # Most of a start is imports: keep their byte code, and let the engine core inherit them.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        # The rest is compilation: keep the quick ones, too.
+        "VLLM_XLA_CACHE_PATH": str(cache_directory() / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # Where these are not set, tpu-inference asks a metadata server for them.
+        "TPU_NAME": "none",
+        "TPU_ACCELERATOR_TYPE": "none",
+        "TPU_WORKER_ID": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
 _EMULATED_VLLM = ["--max-num-seqs", "8", "--max-num-batched-tokens", "512"]
 _EMULATED_VLLM += ["--enforce-eager", "--dtype", "float32"]
 
@@ -107,7 +127,7 @@ def _vllm(model: str | None) -> VllmEngine:
         if model is None:
             raise ConfigError("--model: name a model that fits one TPU chip")
         return VllmEngine(model, 128, 2048, emulated=False)
-    environment = {"SGL_PD_CPU_EMULATION": "1", "JAX_PLATFORMS": "cpu", "VLLM_HOST_IP": LOCALHOST}
+    environment = _emulation_environment()
     if model is None:
         model, environment["HF_HUB_OFFLINE"] = str(make_checkpoint()), "1"
     return VllmEngine(model, 16, 1024, emulated=True, extra_args=_EMULATED_VLLM, environment=environment)
