@@ -12,6 +12,7 @@ import jax
 from sgl_pd_connector import ops
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.config import ConnectorConfig
+from sgl_pd_connector.errors import TransferAbortedError
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel, RouteLookup
 from sgl_pd_connector.transfer.interests import Interest, InterestTable, Timeouts
@@ -70,7 +71,9 @@ class DecodeSide:
         self._specs = {size: ops.packed_specs(pools, size, groups[size]) for size in groups}
 
     def add(self, receiver: JaxTransferKVReceiver) -> None:
-        self.channel.add(receiver.interest)
+        if not self.channel.add(receiver.interest):
+            error = TransferAbortedError("this decode instance is stopping")
+            receiver.interest.life.fail(error, time.monotonic())
 
     def receive(self, interest: Interest, page_ids: Sequence[int], skip_pages: int) -> None:
         """Starts the pull of an interest that is READY."""

@@ -81,8 +81,9 @@ class DecodeChannel:
 
     # Any thread.
 
-    def add(self, interest: Interest) -> None:
-        self._commands.put(lambda: self._execute(self._table.add(interest, time.monotonic())))
+    def add(self, interest: Interest) -> bool:
+        """False once closed."""
+        return self._commands.put(lambda: self._execute(self._table.add(interest, time.monotonic())))
 
     def over(self, interest: Interest) -> None:
         """The interest's life has ended: P is told at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from sgl_pd_connector import ops
 from sgl_pd_connector.config import ConnectorConfig
-from sgl_pd_connector.errors import TransferError
+from sgl_pd_connector.errors import TransferAbortedError, TransferError
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.engine import new_uuid
 from sgl_pd_connector.transfer.offers import Offer, OfferTable, PackedChunk, Timeouts
@@ -73,7 +74,9 @@ class PrefillSide:
 
     def create_sender(self, key: RoomKey, num_tokens: int) -> JaxTransferKVSender:
         sender = JaxTransferKVSender(self, key, num_tokens)
-        self.channel.add(sender.offer)
+        if not self.channel.add(sender.offer):
+            error = TransferAbortedError("this prefill instance is stopping")
+            sender.offer.life.fail(error, time.monotonic())
         return sender
 
     def send(self, sender: JaxTransferKVSender, page_ids: Sequence[int]) -> bool:
@@ -103,8 +106,8 @@ class PrefillSide:
 
     def _gather(self, sender: JaxTransferKVSender, page_ids: np.ndarray, nbytes: int) -> None:
         assert self._runner is not None, "register_runner() was not called"
-        pools = self._runner.get_pools()
         try:
+            pools = self._runner.get_pools()
             packed = [
                 PackedChunk(
                     chunk,

@@ -101,8 +101,9 @@ class PrefillChannel:
 
     # Any thread.
 
-    def add(self, offer: Offer) -> None:
-        self._commands.put(lambda: self._execute(self._table.add(offer, time.monotonic())))
+    def add(self, offer: Offer) -> bool:
+        """False once closed."""
+        return self._commands.put(lambda: self._execute(self._table.add(offer, time.monotonic())))
 
     def packed(self, offer: Offer, packed: Sequence[PackedChunk], packed_bytes: int) -> None:
         self._commands.put(

@@ -33,8 +33,9 @@ class JaxTransferKVSender(BaseKVSender):
         """
         if self._sent:
             raise ValueError(f"room {self.offer.key.room}: send() was called twice")
+        released = self._side.send(self, kv_indices)
         self._sent = True
-        return self._side.send(self, kv_indices)
+        return released
 
     def mark_gathered(self) -> None:
         """By the prefill side: the pages are copied out."""

@@ -23,12 +23,14 @@ class CommandQueue:
         self._closed = False
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def put(self, command: Command) -> None:
-        """Queues a command and wakes the consumer. Ignored once closed: the consumer is gone."""
+    def put(self, command: Command) -> bool:
+        """Queues a command and wakes the consumer. False, and nothing happens, once closed: the consumer is gone."""
         with self._lock:
-            if not self._closed:
-                self._commands.append(command)
-                os.eventfd_write(self.fd, 1)
+            if self._closed:
+                return False
+            self._commands.append(command)
+            os.eventfd_write(self.fd, 1)
+            return True
 
     def drain(self) -> Iterator[Command]:
         """Everything queued, in order. The consumer's thread only.

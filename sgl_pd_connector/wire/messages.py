@@ -27,6 +27,9 @@ PROTOCOL_VERSION = 1
 MAX_FRAME = 1 << 20
 """Longest frame accepted, in bytes. A READY of 10,000 chunks has about 300 kB."""
 
+MAX_CHUNKS = 10_000
+"""Most chunks of one prompt."""
+
 MAX_UUID = 2**53 - 1
 """Uuids pass through JSON and other languages' doubles unharmed up to here."""
 
@@ -78,7 +81,7 @@ class Ready(_Message):
     layout: dict[str, Any]
     groups: dict[int, Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=1024)]]
     """Layers per buffer, by chunk size in pages."""
-    chunks: Annotated[list[ReadyChunk], Field(min_length=1, max_length=10_000)]
+    chunks: Annotated[list[ReadyChunk], Field(min_length=1, max_length=MAX_CHUNKS)]
 
 
 class Done(_Message):

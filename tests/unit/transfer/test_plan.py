@@ -57,6 +57,13 @@ def test_another_way_to_cut_is_refused_with_the_settings(change: dict[str, Any])
         PLANNER.check(ready(200, replace(PLANNER, **change)), 200)
 
 
+def test_a_prompt_of_too_many_chunks_is_refused_with_the_setting() -> None:
+    planner = replace(PLANNER, max_chunk_pages=1)
+    assert len(planner.chunks(msg.MAX_CHUNKS)) == msg.MAX_CHUNKS
+    with pytest.raises(TransferError, match=r"10001 chunks, at most 10000 .*max_chunk_pages = 1"):
+        planner.chunks(msg.MAX_CHUNKS + 1)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

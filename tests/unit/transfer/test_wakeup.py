@@ -55,5 +55,5 @@ def test_a_command_that_raises_does_not_take_those_behind_it_along(queue: Comman
 
 def test_after_close_commands_are_ignored(queue: CommandQueue) -> None:
     queue.close()
-    queue.put(lambda: pytest.fail("run after close"))
+    assert not queue.put(lambda: pytest.fail("run after close"))
     queue.close()
