@@ -74,7 +74,9 @@ class BootstrapClient:
             # Plain HTTP only: an empty trust store, because loading the real one costs each client 20 ms or
             # more.
             verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-            limits=httpx.Limits(max_connections=8, keepalive_expiry=_KEEP_ALIVE),
+            # One call, one connection: calls are seconds apart, and a connection kept for the next one
+            # would be closed by the server just then, or occupy it in vain.
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     def close(self) -> None:

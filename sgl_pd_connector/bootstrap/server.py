@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -29,6 +30,12 @@ _START_TIMEOUT = 10.0
 _DRAIN_TIMEOUT = 1
 _BACKLOG = 512
 _NAMED_IN_LOG = 5
+
+PATIENCE = 30.0
+"""Seconds a client has for each request, from its first byte to having read the answer."""
+
+MAX_CONNECTIONS = 512
+"""More are closed at once: inside a prefill server their descriptors are missed elsewhere."""
 
 
 class HTTPBootstrapServer(BaseKVBootstrapServer):
@@ -83,11 +90,11 @@ class HTTPBootstrapServer(BaseKVBootstrapServer):
         listener = _bind(numeric)
         self._address = Address(numeric.host, listener.getsockname()[1])
         registry = Registry(
-            ttl=self._ttl, max_routes=self._max_routes, clock=time.monotonic, on_expired=_log_expired
+            ttl=self._ttl, max_routes=self._max_routes, clock=time.monotonic, on_expired=_ExpiryLog()
         )
         config = uvicorn.Config(
             make_app(registry, self._auth_token),
-            http=H11Protocol,
+            http=_Connection,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -118,6 +125,34 @@ class HTTPBootstrapServer(BaseKVBootstrapServer):
         return self._thread is not None and self._thread.is_alive()
 
 
+class _Connection(H11Protocol):
+    """uvicorn's connection, cut off when there are too many or when its client lets it wait."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait_for_next()
+
+    def on_response_complete(self) -> None:
+        self._wait_for_next()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _wait_for_next(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        # Not close(): that would wait for a client that does not read.
+        self._deadline = self.loop.call_later(PATIENCE, self.transport.abort)
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server with news for the thread that started it, and no connection left behind."""
 
@@ -143,7 +178,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets=sockets)
-        # Clients that sent half a request are still there.
+        # Clients that do not read their answers are still there.
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -179,10 +214,21 @@ def _why_not_bound(address: Address, error: OSError) -> str:
     return f"bootstrap server: cannot bind {address}: {error.strerror}: {_HOST_SETTING}, {_PORT_SETTING}"
 
 
-def _log_expired(routes: Sequence[Route]) -> None:
-    instances = Counter(f"{route.role} instance {route.instance_id}" for route in routes)
-    named = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in instances.most_common(_NAMED_IN_LOG))
-    more = len(instances) - _NAMED_IN_LOG
-    logger.warning(
-        "fell silent and no longer listed: %s%s", named, f" and {more} more instances" if more > 0 else ""
-    )
+class _ExpiryLog:
+    """One line for all that fall silent within a second: a rack that goes down is thousands of routes."""
+
+    def __init__(self) -> None:
+        self._ranks: Counter[str] = Counter()
+
+    def __call__(self, routes: Sequence[Route]) -> None:
+        if not self._ranks:
+            asyncio.get_running_loop().call_later(1.0, self._write)
+        self._ranks.update(f"{route.role} instance {route.instance_id}" for route in routes)
+
+    def _write(self) -> None:
+        named = ", ".join(f"{name} ({ranks} ranks)" for name, ranks in self._ranks.most_common(_NAMED_IN_LOG))
+        more = len(self._ranks) - _NAMED_IN_LOG
+        logger.warning(
+            "fell silent and no longer listed: %s%s", named, f" and {more} more instances" if more > 0 else ""
+        )
+        self._ranks.clear()

@@ -96,6 +96,16 @@ def test_only_the_silent_ones_expire(world: World) -> None:
     assert world.expired == [quiet]
 
 
+def test_a_route_put_again_does_not_keep_older_ones_alive(world: World) -> None:
+    again, quiet = make_route("again"), make_route("quiet")
+    world.registry.put(again)
+    world.registry.put(quiet)
+    world.now += TTL - 1
+    world.registry.put(again)
+    world.now += 1
+    assert world.listed() == [again]
+
+
 def test_a_heartbeat_of_an_unknown_route_asks_for_registration(world: World) -> None:
     assert world.beat() == ([R0], [])
     world.registry.put(make_route())
