@@ -20,6 +20,12 @@ def run(
             envvar="SGL_PD_HEARTBEAT_TTL", min=0.1, help="Seconds until a silent instance is forgotten."
         ),
     ] = 15.0,
+    secret_file: Annotated[
+        str | None, typer.Option(help="File with the secret that all instances share; or SGL_PD_SECRET.")
+    ] = None,
+    allow_insecure: Annotated[
+        bool, typer.Option("--allow-insecure", help="Serve other machines without a secret.")
+    ] = False,
 ) -> None:
     """Runs the server where prefill and decode instances find each other, until SIGTERM or Ctrl-C.
 
@@ -29,7 +35,10 @@ def run(
     import signal
 
     from sgl_pd_connector.bootstrap.server import HTTPBootstrapServer
+    from sgl_pd_connector.config import load_config
     from sgl_pd_connector.errors import BootstrapError
+    from sgl_pd_connector.wire.address import Address
+    from sgl_pd_connector.wire.secret import bearer_token, require_secret
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -37,7 +46,15 @@ def run(
     # Blocked before the server's thread starts, which inherits that: the signals wait for sigtimedwait below.
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    server = HTTPBootstrapServer(host, port, ttl=ttl)
+    given = {"secret_file": secret_file} if secret_file is not None else {}
+    config = load_config(given, where="command line")
+    secret = config.read_secret()
+    require_secret(
+        Address.of(host, port, setting="--host").resolved(setting="--host"),
+        secret,
+        allow_insecure=allow_insecure or config.allow_insecure,
+    )
+    server = HTTPBootstrapServer(host, port, ttl=ttl, auth_token=bearer_token(secret))
     server.start()
     typer.echo(f"bootstrap server on {server.address.url()}")
     try:

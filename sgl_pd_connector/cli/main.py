@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from sgl_pd_connector.cli import bootstrap, demo
+from sgl_pd_connector.cli import bootstrap, demo, doctor
 from sgl_pd_connector.errors import PDError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("bootstrap")(bootstrap.run)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

@@ -29,10 +29,10 @@ from sgl_pd_connector.transfer.sender import JaxTransferKVSender
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.transfer.transfer_log import TransferLog
 from sgl_pd_connector.wire.address import Address
-from sgl_pd_connector.wire.frames import bearer_token
 from sgl_pd_connector.wire.layout import KVLayout
 from sgl_pd_connector.wire.rooms import DIGEST_BYTES, MAX_ROOM, RoomKey
 from sgl_pd_connector.wire.routes import Role
+from sgl_pd_connector.wire.secret import bearer_token, require_secret
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,7 @@ class JaxTransferKVManager(BaseKVManager):
                 "name the one that they reach"
             )
         secret = config.read_secret()
-        if secret is None and not host.is_loopback and not config.allow_insecure:
-            raise ConfigError(
-                f"host = {config.host!r} can be reached from other machines and there is no secret: set secret_file "
-                "(or secret) to the same on every instance, or allow_insecure if the network keeps everybody else out"
-            )
+        require_secret(host, secret, allow_insecure=config.allow_insecure)
         token = bearer_token(secret)
         self.config = config = config.model_copy(update={"host": host.host})
         self.role = role

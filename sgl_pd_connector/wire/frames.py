@@ -9,7 +9,6 @@ numbers are remembered, as in IPsec's anti-replay window (RFC 4303, 3.4.3).
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import struct
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 from sgl_pd_connector.errors import ProtocolError
 from sgl_pd_connector.wire import messages as msg
+from sgl_pd_connector.wire.secret import derive_key
 
 MAX_SKEW = 60.0
 """Seconds by which a frame's time stamp may differ from the receiver's clock."""
@@ -29,22 +29,6 @@ _HEADER = struct.Struct(">BQQQ")
 _MAC_BYTES = 32
 _OVERHEAD = _HEADER.size + _MAC_BYTES
 MAX_SIGNED_FRAME = msg.MAX_FRAME + _OVERHEAD
-
-
-def derive_key(secret: str, purpose: str) -> bytes:
-    """A 32-byte key for one purpose; the secret itself never leaves the process.
-
-    Args:
-        secret: the deployment's shared secret.
-        purpose: at most 16 ASCII characters.
-    """
-    key = hashlib.sha256(secret.encode()).digest()
-    return hashlib.blake2b(key=key, person=purpose.encode(), digest_size=32).digest()
-
-
-def bearer_token(secret: str | None) -> str | None:
-    """What authorises HTTP calls to the bootstrap server of a deployment with this secret."""
-    return derive_key(secret, "bootstrap").hex() if secret is not None else None
 
 
 @dataclass
