@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,13 +26,20 @@ from rich.table import Table
 
 from sgl_pd_connector.errors import PDError
 from sgl_pd_connector.testing.engines import ENGINES, Engine
-from sgl_pd_connector.testing.servers import Fleet, Server, free_ports, mini_lb, sequential_proxy
+from sgl_pd_connector.testing.servers import Fleet, Server, free_ports, mini_lb, rust_router, sequential_proxy
 
 START_SECONDS = 600.0
 REQUEST_SECONDS = 120.0
 ANSWER_TOKENS = 12
 
 console = Console()
+
+
+class Router(StrEnum):
+    """sglang's routers, both sending P and D the same body at the same time."""
+
+    MINI_LB = "mini_lb"
+    RUST = "rust"
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Checked:
     expected: list[int]
     got: list[int]
     record: dict[str, Any] | None
+    moved_tokens: int
 
     def as_json(self) -> dict[str, Any]:
         record = self.record or {}
@@ -56,10 +65,13 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        return self.expected == self.got and self.record is not None and self.record["outcome"] == "ok"
+        if self.record is None:
+            return self.expected == self.got and self.moved_tokens == 0
+        return self.expected == self.got and bool(self.record["outcome"] == "ok")
 
 
 def demo(
+    *,
     model: Annotated[
         str | None, typer.Option(help="Path or name of a model; by default a tiny random one.")
     ] = None,
@@ -70,6 +82,7 @@ def demo(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Use a proxy that asks P first, instead of sglang's router.")
     ] = False,
+    router: Annotated[Router, typer.Option(help="Which of sglang's routers to use.")] = Router.MINI_LB,
     engine: Annotated[str, typer.Option(help=f"One of: {', '.join(ENGINES)}.")] = "vllm",
 ) -> None:
     """Serve a model from a prefill and a decode server, and compare every token with a plain server's."""
@@ -79,9 +92,8 @@ def demo(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     complete = False
     try:
-        results = _run(
-            ENGINES[engine](model), directory, sequential=sequential, keep=keep, json_file=json_file
-        )
+        kind = None if sequential else router
+        results = _run(ENGINES[engine](model), directory, router=kind, keep=keep, json_file=json_file)
         complete = all(result.ok for result in results)
     except KeyboardInterrupt:
         console.print("stopped")
@@ -104,7 +116,7 @@ def prompt_lengths(page_size: int, longest: int) -> list[int]:
 
 
 def _run(
-    engine: Engine, directory: Path, *, sequential: bool, keep: bool, json_file: Path | None
+    engine: Engine, directory: Path, *, router: Router | None, keep: bool, json_file: Path | None
 ) -> list[Checked]:
     rng = random.Random(0)
     # Printable ASCII: valid, and no special token, in every vocabulary.
@@ -115,15 +127,16 @@ def _run(
     )
     with Fleet() as fleet, _uninterrupted_cleanup():
         expected = _golden(fleet, engine, prompts, directory)
-        router, transfer_log = _start_pair(fleet, engine, directory, sequential=sequential)
-        got = _ask_all(engine, router, prompts, "through the router")
-        records = _records(transfer_log, [engine.moved_tokens(length) for length in lengths])
-        results = [Checked(*each) for each in zip(lengths, expected, got, records, strict=True)]
+        front, transfer_log = _start_pair(fleet, engine, directory, router)
+        got = _ask_all(engine, front, prompts, f"through the {front.name}")
+        moved = [engine.moved_tokens(length) for length in lengths]
+        records = _records(transfer_log, moved)
+        results = [Checked(*each) for each in zip(lengths, expected, got, records, moved, strict=True)]
         _show(results)
         if json_file is not None:
             json_file.write_text(json.dumps(_as_json(results), indent=1) + "\n")
         if keep:
-            _serve_on(fleet, engine, router)
+            _serve_on(fleet, engine, front)
     return results
 
 
@@ -147,9 +160,9 @@ def _golden(fleet: Fleet, engine: Engine, prompts: list[list[int]], directory: P
     return answers
 
 
-def _start_pair(fleet: Fleet, engine: Engine, directory: Path, *, sequential: bool) -> tuple[Server, Path]:
-    """P, D and what stands in front of them; also returns D's record of transfers."""
-    prefill_port, decode_port, bootstrap_port, router_port = free_ports(4)
+def _start_pair(fleet: Fleet, engine: Engine, directory: Path, kind: Router | None) -> tuple[Server, Path]:
+    """P, D and the router in front of them (None: a proxy that asks P first); and D's record of transfers."""
+    prefill_port, decode_port, bootstrap_port, router_port, metrics_port = free_ports(5)
     transfer_log = directory / "transfers.jsonl"
     prefill = engine.server(
         "prefill", port=prefill_port, directory=directory, settings={"bootstrap_port": bootstrap_port}
@@ -159,10 +172,15 @@ def _start_pair(fleet: Fleet, engine: Engine, directory: Path, *, sequential: bo
     )
     _start(fleet, prefill, decode)
     log = directory / "router.log"
-    if sequential:
-        router = sequential_proxy(prefill, decode, port=router_port, log=log)
-    else:
-        router = mini_lb(prefill, bootstrap_port, decode, port=router_port, log=log)
+    match kind:
+        case None:
+            router = sequential_proxy(prefill, decode, port=router_port, log=log)
+        case Router.MINI_LB:
+            router = mini_lb(prefill, bootstrap_port, decode, port=router_port, log=log)
+        case Router.RUST:
+            router = rust_router(
+                prefill, bootstrap_port, decode, port=router_port, metrics_port=metrics_port, log=log
+            )
     _start(fleet, router)
     return router, transfer_log
 
@@ -208,10 +226,11 @@ def _ask_all(engine: Engine, server: Server, prompts: list[list[int]], what: str
 def _records(transfer_log: Path, lengths: Sequence[int]) -> list[dict[str, Any] | None]:
     """D's record of each request. All prompts differ in length, so the length tells which is which."""
     deadline = time.monotonic() + 10.0
+    expected = len(lengths) - lengths.count(0)
     while True:
         lines = transfer_log.read_text().splitlines() if transfer_log.exists() else []
         by_length = {record["num_tokens"]: record for record in map(json.loads, lines)}
-        if len(by_length) >= len(lengths) or time.monotonic() > deadline:
+        if len(by_length) >= expected or time.monotonic() > deadline:
             return [by_length.get(length) for length in lengths]
         time.sleep(0.1)
 

@@ -133,7 +133,75 @@ def _vllm(model: str | None) -> VllmEngine:
     return VllmEngine(model, 16, 1024, emulated=True, extra_args=_EMULATED_VLLM, environment=environment)
 
 
-ENGINES: dict[str, Callable[[str | None], Engine]] = {"vllm": _vllm}
+@dataclass
+class SglJaxEngine:
+    """sgl-jax. Attributes as in `Engine`; ``extra_args`` are further flags of its server."""
+
+    model: str
+    page_size: int
+    max_tokens: int
+    emulated: bool
+    extra_args: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def server(
+        self, role: Role, *, port: int, directory: Path, settings: Mapping[str, Any] | None = None
+    ) -> Server:
+        launcher = "sgl_jax.launch_server" if role == "plain" else "sgl_pd_connector.sgl_jax.launch_server"
+        command = [sys.executable, "-m", launcher, "--model-path", self.model]
+        command += ["--host", LOCALHOST, "--port", str(port), "--page-size", str(self.page_size)]
+        command += ["--disable-overlap-schedule", "--skip-server-warmup", *self.extra_args]
+        if role != "plain":
+            command += [
+                "--disaggregation-mode",
+                role,
+                "--disaggregation-config",
+                json.dumps(dict(settings or {})),
+            ]
+        environment = {**self.environment, **({} if self.emulated else _one_chip(role))}
+        return Server(f"sgl-jax {role}", command, port, directory / f"{role}.log", environment)
+
+    def request(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
+        return "/generate", {
+            "input_ids": list(prompt),
+            "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0},
+        }
+
+    def token_ids(self, answer: Mapping[str, Any]) -> list[int]:
+        return list(answer["output_ids"])
+
+    def moved_tokens(self, prompt_tokens: int) -> int:
+        # D computes the last token itself: the ordinary extend of what is left samples the first answer token.
+        return prompt_tokens - 1
+
+
+_SGL_JAX_ON_CPU = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--attention-backend",
+    "native",
+    "--disable-precompile",
+]
+_SGL_JAX_ON_CPU += ["--max-total-tokens", "4096", "--max-running-requests", "8", "--random-seed", "0"]
+
+
+def _sgl_jax(model: str | None) -> SglJaxEngine:
+    if importlib.util.find_spec("sgl_jax") is None:
+        raise ConfigError("sgl-jax is not installed here: pip install 'sgl-pd-connector[sgl-jax,router]'")
+    if tpu_chips():
+        if model is None:
+            raise ConfigError("--model: name a model that fits one TPU chip")
+        return SglJaxEngine(model, 128, 2048, emulated=False)
+    compiled = cache_directory() / "xla" / "sgl-jax"
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    if model is None:
+        model, environment["HF_HUB_OFFLINE"] = str(make_checkpoint()), "1"
+    return SglJaxEngine(model, 16, 1024, emulated=True, extra_args=_SGL_JAX_ON_CPU, environment=environment)
+
+
+ENGINES: dict[str, Callable[[str | None], Engine]] = {"vllm": _vllm, "sgl-jax": _sgl_jax}
 """By name: makes the engine for a model, or for a tiny random one."""
 
 

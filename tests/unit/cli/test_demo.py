@@ -36,7 +36,11 @@ def test_lengths_are_distinct_and_lie_around_the_page_boundaries(page_size: int,
 
 
 def test_a_request_is_ok_when_its_tokens_are_equal_and_were_computed_from_a_transfer() -> None:
-    assert Checked(17, [1, 2], [1, 2], RECORD).ok
+    assert Checked(17, [1, 2], [1, 2], RECORD, 17).ok
+
+
+def test_a_prompt_of_which_nothing_has_to_move_is_ok_without_a_transfer() -> None:
+    assert Checked(1, [1, 2], [1, 2], None, 0).ok
 
 
 @pytest.mark.parametrize(
@@ -49,11 +53,11 @@ def test_a_request_is_ok_when_its_tokens_are_equal_and_were_computed_from_a_tran
     ],
 )
 def test_everything_else_is_not(got: list[int], record: dict[str, Any] | None) -> None:
-    assert not Checked(17, [1, 2], got, record).ok
+    assert not Checked(17, [1, 2], got, record, 17).ok
 
 
 def test_the_json_names_every_request() -> None:
-    out = demo._as_json([Checked(17, [1], [1], RECORD), Checked(5, [1], [2], None)])
+    out = demo._as_json([Checked(17, [1], [1], RECORD, 17), Checked(5, [1], [2], None, 5)])
     assert out == {
         "requests": 2,
         "mismatches": 1,
