@@ -135,12 +135,16 @@ def _vllm(model: str | None) -> VllmEngine:
 
 @dataclass
 class SglJaxEngine:
-    """sgl-jax. Attributes as in `Engine`; ``extra_args`` are further flags of its server."""
+    """sgl-jax. Attributes as in `Engine`; ``extra_args`` are further flags of its server.
+
+    ``overlap`` is its overlap schedule, which gives wrong tokens under concurrency on the CPU, on a plain server too.
+    """
 
     model: str
     page_size: int
     max_tokens: int
     emulated: bool
+    overlap: bool = False
     extra_args: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -150,7 +154,8 @@ class SglJaxEngine:
         launcher = "sgl_jax.launch_server" if role == "plain" else "sgl_pd_connector.sgl_jax.launch_server"
         command = [sys.executable, "-m", launcher, "--model-path", self.model]
         command += ["--host", LOCALHOST, "--port", str(port), "--page-size", str(self.page_size)]
-        command += ["--disable-overlap-schedule", "--skip-server-warmup", *self.extra_args]
+        command += ["--skip-server-warmup", *([] if self.overlap else ["--disable-overlap-schedule"])]
+        command += self.extra_args
         if role != "plain":
             command += [
                 "--disaggregation-mode",
@@ -193,7 +198,7 @@ def _sgl_jax(model: str | None) -> SglJaxEngine:
     if tpu_chips():
         if model is None:
             raise ConfigError("--model: name a model that fits one TPU chip")
-        return SglJaxEngine(model, 128, 2048, emulated=False)
+        return SglJaxEngine(model, 128, 2048, emulated=False, overlap=True)
     compiled = cache_directory() / "xla" / "sgl-jax"
     environment = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     if model is None:
