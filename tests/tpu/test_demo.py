@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.needs_tpu, pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 def test_every_token_is_a_plain_servers(tmp_path: Path) -> None:
-    model = os.environ.get("SGL_PD_TEST_MODEL", "Qwen/Qwen3-0.6B")
+    model = os.environ.get("PD_TEST_MODEL", "Qwen/Qwen3-0.6B")
     out = tmp_path / "out.json"
     command = [str(Path(sys.executable).with_name("sgl-pd")), "demo", "--model", model, "--json", str(out)]
     subprocess.run(command, check=True)
