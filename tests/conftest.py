@@ -4,7 +4,6 @@ none."""
 from __future__ import annotations
 
 import gc
-import glob
 import os
 import threading
 import time
@@ -13,18 +12,15 @@ from multiprocessing import resource_tracker
 
 import pytest
 
+from sgl_pd_connector.testing.hardware import tpu_chips
+
 # Sockets, pipes, event descriptors. Plain files are left out: imports and caches open them as they like.
 _KINDS = ("socket:", "pipe:", "anon_inode:")
 _PATIENCE = 5.0
 
 
-def has_tpu() -> bool:
-    """Whether the kernel shows a TPU, without starting JAX on it."""
-    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if has_tpu():
+    if tpu_chips():
         return
     for item in items:
         if item.get_closest_marker("needs_tpu"):

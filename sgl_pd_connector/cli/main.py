@@ -29,3 +29,7 @@ def main() -> None:
         app()
     except PDError as error:
         sys.exit(f"sgl-pd: {error}")
+
+
+if __name__ == "__main__":
+    main()
