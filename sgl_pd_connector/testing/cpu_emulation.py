@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sgl_pd_connector.errors import PDError
 from sgl_pd_connector.testing.cpu_attention import ragged_paged_attention
@@ -110,6 +111,14 @@ def _make_mesh(
     return jax.make_mesh(tuple(axis_shapes), tuple(axis_names), axis_types, devices=devices)
 
 
+def _device_put(
+    tensor: Any, sharding: jax.sharding.Sharding, *, layout: Any = None, source_mesh: Any = None
+) -> Any:
+    """Put arrays on the device, those of NumPy as copies."""
+    owned = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tensor)
+    return jax.device_put(owned, sharding)
+
+
 def _device_name(num_devices: int | None = None) -> str:
     return "TPU v5e" if num_devices is None else f"TPU v5e-{num_devices}"
 
@@ -178,6 +187,13 @@ PATCHES = (
         _make_mesh,
         "sorts devices by their coordinates, which CPU devices do not have",
         bound_in=("tpu_inference.runner.tpu_runner",),
+    ),
+    Patch(
+        "tpu_inference.utils",
+        "general_device_put",
+        _device_put,
+        "the runner prepares every step in the same NumPy buffer, and on the CPU a device array may be that buffer: "
+        "with asynchronous scheduling the next step then overwrites the input of the one that is running",
     ),
     Patch("tpu_inference.utils", "get_device_name", _device_name, "accepts TPUs only"),
     Patch("tpu_inference.utils", "hbm_usage_bytes", _memory, "CPU devices report no memory statistics"),

@@ -113,3 +113,17 @@ def test_pages_are_copied_in_runs() -> None:
         mesh=None,
     )
     jax.tree.map(np.testing.assert_array_equal, copied, expected)
+
+
+def test_device_arrays_do_not_share_the_runners_buffers() -> None:
+    """On the CPU, JAX makes an array of a well-aligned NumPy buffer without copying it."""
+    room = np.zeros(1024 + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    buffer = room[start : start + 1024].view(np.int32)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    shared = jax.device_put(buffer, sharding)
+    (kept,) = cpu_emulation._device_put((buffer,), sharding)
+    jax.block_until_ready((shared, kept))
+    buffer[:] = 7
+    assert int(np.asarray(shared)[0]) == 7, "if JAX copies, the replacement is not needed any more"
+    assert not np.asarray(kept).any()
