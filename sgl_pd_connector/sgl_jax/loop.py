@@ -111,21 +111,8 @@ class DisaggregationSchedulerMixin(_Scheduler):
             return False, f"Cache not flushed because there are {count} KV transfers."
         return super()._can_flush_cache()
 
-    def stream_output(
-        self,
-        reqs: list[Any],
-        return_logprob: bool,
-        return_output_logprob_only: bool,
-        skip_reqs: Any = None,
-        cache_miss_count: Any = None,
-    ) -> None:
-        super().stream_output(
-            list(self._answerable(reqs)),
-            return_logprob,
-            return_output_logprob_only,
-            skip_reqs,
-            cache_miss_count,
-        )
+    def stream_output(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
+        super().stream_output(list(self._answerable(reqs)), *args, **kwargs)
 
     def _answer(self, req: Any) -> None:
         """Streams out one request by itself. As a batch with logprobs, in which one without them has empty lists."""

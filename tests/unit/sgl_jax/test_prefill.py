@@ -166,25 +166,18 @@ def test_a_transfer_may_end_before_the_engine_has_answered() -> None:
     assert scheduler.streamed == [req]
 
 
-def test_when_d_recomputes_p_still_answers() -> None:
-    scheduler = Scheduler("--disaggregation-failure-policy", "recompute")
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_transfer_is_an_error_of_p_only_if_d_does_not_recompute(policy: str) -> None:
+    scheduler = Scheduler("--disaggregation-failure-policy", policy)
     req, sender = arrive(scheduler)
     finish(scheduler, req)
     sender.fail("D is gone")
     scheduler._poll_transfers()
     assert scheduler.streamed == [req]
-    assert not req.finished_reason.is_error
-
-
-def test_with_the_policy_fail_the_answer_is_an_error() -> None:
-    scheduler = Scheduler("--disaggregation-failure-policy", "fail")
-    req, sender = arrive(scheduler)
-    finish(scheduler, req)
-    sender.fail("D is gone")
-    scheduler._poll_transfers()
-    assert scheduler.streamed == [req]
-    assert req.finished_reason.status_code == HTTPStatus.BAD_GATEWAY
-    assert "D is gone" in req.finished_reason.message
+    assert req.finished_reason.is_error is (policy == "fail")
+    if policy == "fail":
+        assert req.finished_reason.status_code == HTTPStatus.BAD_GATEWAY
+        assert "D is gone" in req.finished_reason.message
 
 
 def test_what_sgl_jax_refuses_is_told_to_d() -> None:
