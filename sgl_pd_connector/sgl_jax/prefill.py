@@ -76,7 +76,9 @@ class SchedulerDisaggregationPrefillMixin(DisaggregationSchedulerMixin):
     def _handle_completed_prefill(self, req: Any) -> None:
         """Sends a request's pages if the forward that completes its prompt has been launched."""
         sending = self._send_queue.get(id(req))
-        if sending is None or sending.sent or req.kv_committed_len < sending.pd.num_tokens:
+        if sending is None or sending.sent or req.req_pool_idx is None:
+            return
+        if req.kv_committed_len < sending.pd.num_tokens:
             return
         sending.sent = True
         pages = compat.page_ids(self, req, sending.pd.num_tokens)

@@ -100,10 +100,14 @@ def read(args: DisaggregationArgs, obj: Any, input_ids: list[int]) -> PDRequest 
         )
     if obj.contains_mm_input():
         raise RequestError("images, audio and video are not transferred between prefill and decode servers")
+    try:
+        prompt = prompt_digest(input_ids)
+    except OverflowError:
+        raise RequestError("input_ids must be token ids: whole numbers from 0 to 2**32 - 1") from None
     logprob_start = obj.logprob_start_len if obj.return_logprob else None
     return PDRequest(
         room=room,
-        prompt=prompt_digest(input_ids),
+        prompt=prompt,
         num_tokens=transferred_tokens(len(input_ids), logprob_start),
         bootstrap_addr=bootstrap_addr,
         kv_transfer_params=params,

@@ -101,6 +101,11 @@ def test_what_cannot_be_right_is_refused_by_both(fields: dict[str, Any], message
             read(args, request(**ROUTED, **fields), PROMPT)
 
 
+def test_token_ids_out_of_range_are_refused() -> None:
+    with pytest.raises(RequestError, match="input_ids"):
+        read(DECODE, request(**ROUTED), [1, -1])
+
+
 @pytest.mark.parametrize(
     ("length", "logprob_start", "expected"),
     [
