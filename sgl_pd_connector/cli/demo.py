@@ -128,7 +128,7 @@ def _run(
     with Fleet() as fleet, _uninterrupted_cleanup():
         expected = _golden(fleet, engine, prompts, directory)
         front, transfer_log = _start_pair(fleet, engine, directory, router)
-        got = _ask_all(engine, front, prompts, f"through the {front.name}")
+        got = _ask_all(engine, front, prompts, f"through {front.name}")
         moved = [engine.moved_tokens(length) for length in lengths]
         records = _records(transfer_log, moved)
         results = [Checked(*each) for each in zip(lengths, expected, got, records, moved, strict=True)]
