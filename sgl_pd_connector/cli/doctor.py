@@ -1,4 +1,5 @@
-"""``sgl-pd doctor``: looks at settings and machine the way an instance will, and says what it would trip over."""
+"""``sgl-pd doctor``: looks at settings and machine the way an instance will, and says what it would trip
+over."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ def doctor(
         bool, typer.Option(help="Also move an array through the native transfer server.")
     ] = True,
 ) -> None:
-    """Check settings, versions, ports, exposure and the native transfer on this machine. Exit status 1 on an error."""
+    """Check settings, versions, ports, exposure and the native transfer on this machine. Exit status 1 on
+    an error."""
     from rich.console import Console
     from rich.table import Table
 

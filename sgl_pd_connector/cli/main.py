@@ -1,5 +1,4 @@
-"""The ``sgl-pd`` command. Each subcommand is a module of this package that imports what it needs when it
-runs."""
+"""The ``sgl-pd`` command. Each subcommand is a module that imports what it needs when it runs."""
 
 from __future__ import annotations
 

@@ -52,16 +52,24 @@ def test_it_serves_until_told_to_end(host: str, ending: signal.Signals) -> None:
 
 
 def test_settings_of_the_environment_are_its_defaults() -> None:
-    environment = {"SGL_PD_BOOTSTRAP_PORT": "0", "SGL_PD_HEARTBEAT_TTL": "3.5"}
+    environment = {"SGL_PD_BOOTSTRAP_PORT": "0", "SGL_PD_HEARTBEAT_TTL": "21.5"}
     with running(**environment) as (_, address), BootstrapClient(address) as client:
-        assert client.health().ttl == 3.5
+        assert client.health().ttl == 21.5
 
 
-def test_a_port_in_use_is_one_line_on_stderr(server: HTTPBootstrapServer) -> None:
-    options = ["--host", server.address.host, "--port", str(server.address.port)]
-    ended = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert ended.stdout == ""
-    assert len(ended.stderr.splitlines()) == 1
-    assert ended.stderr.startswith(f"sgl-pd: bootstrap server: {server.address} is in use")
-    assert "--port" in ended.stderr
+def refused(*options: str) -> str:
+    """The one line on stderr with which the command refuses to start."""
+    ended = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
+    return ended.stderr
+
+
+def test_a_port_in_use_is_one_line_that_names_the_option(server: HTTPBootstrapServer) -> None:
+    line = refused("--host", server.address.host, "--port", str(server.address.port))
+    assert line.startswith(f"sgl-pd: bootstrap server: {server.address} is in use")
+    assert "--port" in line
+
+
+def test_other_machines_are_not_served_without_a_secret() -> None:
+    line = refused("--host", "0.0.0.0", "--port", "0")
+    assert "secret_file" in line
