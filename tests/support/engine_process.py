@@ -1,20 +1,16 @@
-"""A prefill, decode or bootstrap process without an engine: real manager, real transfer servers, toy pools.
+"""What a process of `tests.support.engine_pair` does: real manager, real transfer servers, toy pools, no engine.
 
-Run by `tests.support.engine_pair.EngineProcess` as ``python -m tests.support.engine_process SPEC``, SPEC being JSON. It
-obeys commands, one JSON object a line on standard input, and answers each with one line on standard output. The main
-thread plays the engine: it carries out the commands between steps, and steps whether or not there are any. It ends when
-standard input does, so that it never outlives the tests.
+It obeys commands that come through a pipe and answers each. The main thread plays the engine: it carries out the
+commands between steps, and steps whether or not there are any. It ends when the pipe does: it never outlives a test.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import queue
-import sys
 import threading
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
@@ -100,15 +96,13 @@ class Engine:
         """An engine that is busy, or has stopped, does not step."""
         self._stepping = on
 
-    def do_sender(self, name: str, room: int, prompt: str, num_tokens: int) -> None:
-        self._transfers[name] = self._manager.create_sender(room, bytes.fromhex(prompt), num_tokens)
+    def do_sender(self, name: str, room: int, prompt: bytes, num_tokens: int) -> None:
+        self._transfers[name] = self._manager.create_sender(room, prompt, num_tokens)
 
     def do_receiver(
-        self, name: str, room: int, prompt: str, num_tokens: int | None, bootstrap: str | None
+        self, name: str, room: int, prompt: bytes, num_tokens: int | None, bootstrap: str | None
     ) -> None:
-        self._transfers[name] = self._manager.create_receiver(
-            room, bytes.fromhex(prompt), num_tokens, bootstrap
-        )
+        self._transfers[name] = self._manager.create_receiver(room, prompt, num_tokens, bootstrap)
 
     def do_send(self, name: str, pages: list[int]) -> bool:
         sender = self._transfers[name]
@@ -179,33 +173,19 @@ class Bootstrap:
         self._server.stop()
 
 
-def _read(commands: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in sys.stdin:
-        commands.put(json.loads(line))
-    commands.put(None)
-
-
-def main() -> None:
-    spec = json.loads(sys.argv[1])
+def main(pipe: Connection, spec: dict[str, Any]) -> None:
+    jax.config.update("jax_platforms", "cpu")
     process = Bootstrap(spec) if spec["role"] == "bootstrap" else Engine(spec)
-    commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_read, args=(commands,), daemon=True).start()
     while True:
-        try:
-            command = commands.get(timeout=STEP_S)
-        except queue.Empty:
-            process.step()
-            continue
-        if command is None:
-            break
-        try:
-            answer = {"result": getattr(process, "do_" + command.pop("do"))(**command)}
-        except Exception:  # noqa: BLE001 - told to the test, which decides
-            answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), flush=True)
+        if pipe.poll(STEP_S):
+            try:
+                command = pipe.recv()
+            except EOFError:
+                break
+            try:
+                answer = getattr(process, "do_" + command.pop("do"))(**command), None
+            except Exception:  # noqa: BLE001 - told to the test, which decides
+                answer = None, traceback.format_exc()
+            pipe.send(answer)
         process.step()
     process.do_close()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,10 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engine_pair import EnginePair
+from tests.support.engine_pair import EnginePair, start_fork_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    start_fork_server()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[EnginePair]:
-    with EnginePair(p_config={"max_chunk_pages": 8}, d_config={"max_chunk_pages": 8}) as pair:
+    chunks = {"max_chunk_pages": 8}
+    # D's budget is four chunks, so that of a long prompt some can be kept from leaving P.
+    with EnginePair(p_config=chunks, d_config=chunks | {"max_pulled_bytes": 4 * 8 * 512}) as pair:
         yield pair
