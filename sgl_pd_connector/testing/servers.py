@@ -94,7 +94,7 @@ class Server:
             status = self._process.returncode if self._process else "not started"
             raise ServerError(f"{self.name} ended (status {status}); {self.log}:\n{self.tail()}")
         try:
-            return httpx.get(self.url + self.health, timeout=2.0).status_code == httpx.codes.OK
+            return httpx.get(self.url + self.health, timeout=2.0, verify=False).status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 
@@ -150,9 +150,19 @@ class Fleet:
             self._servers.remove(server)
 
     def wait_ready(
-        self, servers: Iterable[Server], timeout: float, on_ready: Callable[[Server], None] = lambda _: None
+        self,
+        servers: Iterable[Server],
+        timeout: float,
+        on_ready: Callable[[Server], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> None:
-        """Waits until all of them serve; ``on_ready`` is called with each as it does.
+        """Waits until all of them serve.
+
+        Args:
+            servers: those to wait for.
+            timeout: in seconds.
+            on_ready: called with each server as it becomes ready.
+            on_poll: called now and then; may raise to give up.
 
         Raises:
             ServerError: a server of the fleet ended, or one of ``servers`` was not ready after ``timeout`` seconds.
@@ -168,6 +178,7 @@ class Fleet:
                 late = waiting[0]
                 raise ServerError(f"{late.name} is not ready after {timeout:g} s; {late.log}:\n{late.tail()}")
             if waiting:
+                on_poll()
                 time.sleep(_POLL_SECONDS)
 
 

@@ -21,7 +21,7 @@ SGL_PD = str(Path(sys.executable).with_name("sgl-pd"))
 
 @contextmanager
 def running(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """``sgl-pd demo``, whose temporary files, and so all of its servers' command lines or logs, are in ``tmp_path``."""
+    """``sgl-pd demo``, whose temporary files, and so the logs of its servers, are in ``tmp_path``."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(
         [SGL_PD, "demo", *arguments],
@@ -35,15 +35,17 @@ def running(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+        for pid in processes_with_logs_in(tmp_path):
+            os.kill(pid, signal.SIGKILL)
 
 
-def processes_with_logs_in(directory: Path) -> list[str]:
-    """Command lines of the processes that write to files there."""
+def processes_with_logs_in(directory: Path) -> list[int]:
+    """The processes whose output goes to files there."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "fd" / "1").readlink().is_relative_to(directory):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
+                found.append(int(process.name))
         except OSError:
             continue  # not ours, or gone meanwhile
     return found

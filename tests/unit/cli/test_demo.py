@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from sgl_pd_connector.cli import demo
-from sgl_pd_connector.cli.demo import Checked, prompt_lengths
+from sgl_pd_connector.cli import demo, demo_results
+from sgl_pd_connector.cli.demo import prompt_lengths
+from sgl_pd_connector.cli.demo_results import Checked
 from sgl_pd_connector.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -57,7 +60,7 @@ def test_everything_else_is_not(got: list[int], record: dict[str, Any] | None) -
 
 
 def test_the_json_names_every_request() -> None:
-    out = demo._as_json([Checked(17, [1], [1], RECORD, 17), Checked(5, [1], [2], None, 5)])
+    out = demo_results.as_json([Checked(17, [1], [1], RECORD, 17), Checked(5, [1], [2], None, 5)])
     assert out == {
         "requests": 2,
         "mismatches": 1,
@@ -71,9 +74,42 @@ def test_the_json_names_every_request() -> None:
 
 def test_records_are_told_apart_by_the_length_of_their_prompt(tmp_path: Path) -> None:
     log = tmp_path / "transfers.jsonl"
+    assert demo_results.read_records(log) == {}
     log.write_text("".join(json.dumps({**RECORD, "num_tokens": length}) + "\n" for length in (3, 1)))
-    found = demo._records(log, [1, 3])
-    assert [record and record["num_tokens"] for record in found] == [1, 3]
+    assert {length: record["num_tokens"] for length, record in demo_results.read_records(log).items()} == {
+        3: 3,
+        1: 1,
+    }
+
+
+def test_the_table_says_what_went_wrong() -> None:
+    console = Console(record=True, width=120)
+    failed = {
+        **RECORD,
+        "bootstrap_s": 0.0,
+        "input_s": 0.0,
+        "transfer_s": 0.0,
+        "outcome": "failed",
+        "error": "P [gone]",
+    }
+    demo_results.show([Checked(17, [1], [1], failed, 17), Checked(5, [1], [2], None, 5)], console)
+    text = console.export_text()
+    assert "17 tokens: right answer, but P [gone]" in text
+    assert "5 tokens: plain [1], got [2]" in text
+    assert "2 requests, 1 mismatches" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_raised_once_and_remembered(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with demo._Interrupt() as interrupt:
+        interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()
+    assert signal.getsignal(number) is before
 
 
 def app_answer(*arguments: str) -> Any:
