@@ -63,6 +63,7 @@ class Interest:
         asked: the instances that may have the request.
         crossed_out: those that said they have not, for good.
         known_at: when one of them last said that it has it; before that, when the first was asked.
+        left_at: when it was aborted, if no P knew of it then.
         pages, nbytes: what is pulled, once that is known.
         pulled_at: when all of it had arrived.
     """
@@ -81,6 +82,7 @@ class Interest:
     lookup_pending: bool = False
     lookup_error: PDError | None = None
     next_subscribe: float = 0.0
+    left_at: float | None = None
     pages: int = 0
     nbytes: int = 0
     pulled_at: float | None = None
@@ -137,6 +139,8 @@ class InterestTable:
         self._check = check
         self._ended = ended
         self._by_attempt: dict[int, Interest] = {}
+        # Over for the engine; P is still to be told. Not part of the above, which is what the engine waits for.
+        self._leaving: dict[int, Interest] = {}
 
     def __len__(self) -> int:
         return len(self._by_attempt)
@@ -153,6 +157,15 @@ class InterestTable:
         if self._by_attempt.pop(interest.attempt, None) is None:
             return []
         self._ended(interest)
+        if isinstance(interest.life.error, TransferAbortedError) and not _met(interest):
+            # An ABORT now would mean nothing to P, which would prefill and keep a copy for nobody. So the room is
+            # asked for until P knows it, and then given up.
+            interest.left_at = now
+            self._leaving[interest.attempt] = interest
+            return []
+        return self._farewell(interest)
+
+    def _farewell(self, interest: Interest) -> list[Action]:
         key, life = interest.key, interest.life
         message: msg.Message
         if life.state is KVPoll.Success:
@@ -170,7 +183,7 @@ class InterestTable:
         interest.lookup_pending = False
         interest.looked_up_at = now
         interest.lookup_error = None
-        if interest.attempt not in self._by_attempt or interest.ready is not None:
+        if self._get(interest.attempt) is None or interest.ready is not None:
             return []
         new = [route for route in routes if route not in interest.asked and route not in interest.crossed_out]
         if new and interest.known_at is None:
@@ -191,24 +204,42 @@ class InterestTable:
 
     def on_message(self, route: PeerRoute, message: msg.Message, now: float) -> list[Action]:
         """What a P says. Anything about attempts that are over, or from the wrong P, changes nothing."""
-        interest = self._by_attempt.get(message.attempt)
+        interest = self._get(message.attempt)
         if interest is None or route not in interest.asked or message.room != interest.key.room:
             return []
         interest.asked[route].heard = now
+        if interest.left_at is not None:
+            return self._on_message_leaving(interest, message)
         match message:
             case msg.Wait():
                 return self._on_wait(interest, route, message, now)
             case msg.Ready():
                 return self._on_ready(interest, route, message, now)
             case msg.Failed() | msg.Abort():
-                text = f"prefill instance {route.peer.instance_id} reports: {message.reason}"
-                kind = TransferAbortedError if isinstance(message, msg.Abort) else TransferError
-                asked = interest.asked.pop(route)
-                interest.crossed_out.add(route)
-                if asked.known != "yes" and interest.asked:
-                    return []
-                return self._fail(interest, kind(text), now)
+                return self._on_refusal(interest, route, message, now)
             case _:
+                return []
+
+    def _on_refusal(
+        self, interest: Interest, route: PeerRoute, message: msg.Failed | msg.Abort, now: float
+    ) -> list[Action]:
+        text = f"prefill instance {route.peer.instance_id} reports: {message.reason}"
+        kind = TransferAbortedError if isinstance(message, msg.Abort) else TransferError
+        asked = interest.asked.pop(route)
+        interest.crossed_out.add(route)
+        if asked.known != "yes" and interest.asked:
+            return []
+        return self._fail(interest, kind(text), now)
+
+    def _on_message_leaving(self, interest: Interest, message: msg.Message) -> list[Action]:
+        match message:
+            case msg.Wait() if message.known != "yes":
+                return []
+            case msg.Wait() | msg.Ready():
+                del self._leaving[interest.attempt]
+                return self._farewell(interest)
+            case _:
+                del self._leaving[interest.attempt]
                 return []
 
     def _on_wait(self, interest: Interest, route: PeerRoute, wait: msg.Wait, now: float) -> list[Action]:
@@ -251,14 +282,27 @@ class InterestTable:
                     interest.life.fail(error, now)
             if interest.life.is_final:
                 actions += self.over(interest, now)
-                continue
-            if all(asked.known != "yes" for asked in interest.asked.values()):
-                pause = LOOKUP_REPEAT if interest.asked else LOOKUP_RETRY
-                if now - interest.looked_up_at >= pause:
-                    actions += self._look_up(interest, now)
-            if now >= interest.next_subscribe:
-                interest.next_subscribe = now + RESUBSCRIBE
-                actions += [Send(route, self._subscribe(interest, route)) for route in interest.asked]
+            else:
+                actions += self._ask(interest, now)
+        for interest in list(self._leaving.values()):
+            assert interest.left_at is not None
+            if now - interest.left_at > self._timeouts.bootstrap_timeout:
+                del self._leaving[interest.attempt]
+                actions += self._farewell(interest)
+            else:
+                actions += self._ask(interest, now)
+        return actions
+
+    def _ask(self, interest: Interest, now: float) -> list[Action]:
+        """Look-ups and SUBSCRIBE, as often as they are due."""
+        actions: list[Action] = []
+        if all(asked.known != "yes" for asked in interest.asked.values()):
+            pause = LOOKUP_REPEAT if interest.asked else LOOKUP_RETRY
+            if now - interest.looked_up_at >= pause:
+                actions += self._look_up(interest, now)
+        if now >= interest.next_subscribe:
+            interest.next_subscribe = now + RESUBSCRIBE
+            actions += [Send(route, self._subscribe(interest, route)) for route in interest.asked]
         return actions
 
     def _overdue(self, interest: Interest, now: float) -> PDError | None:
@@ -315,9 +359,15 @@ class InterestTable:
         actions: list[Action] = []
         for interest in list(self._by_attempt.values()):
             actions += self._fail(interest, TransferAbortedError(reason), now)
+        for interest in self._leaving.values():
+            actions += self._farewell(interest)
+        self._leaving.clear()
         return actions
 
     # Steps shared by the above.
+
+    def _get(self, attempt: int) -> Interest | None:
+        return self._by_attempt.get(attempt) or self._leaving.get(attempt)
 
     def _look_up(self, interest: Interest, now: float) -> list[Action]:
         if interest.lookup_pending:
@@ -343,3 +393,8 @@ class InterestTable:
 
 def _names(interest: Interest) -> str:
     return ", ".join(sorted({route.peer.instance_id for route in interest.asked}))
+
+
+def _met(interest: Interest) -> bool:
+    """Whether a P knows of it, or has said that it never will."""
+    return bool(interest.crossed_out) or any(asked.known == "yes" for asked in interest.asked.values())

@@ -483,25 +483,70 @@ def test_a_p_that_no_longer_has_what_it_offered_ends_the_request(
 # This side's end.
 
 
-@in_every_state
-def test_an_abort_is_told_to_everybody_asked_once(d: D, state: Callable[[D], Interest]) -> None:
-    interest = state(d)
+GONE = msg.Abort(room=7, attempt=1, reason="client gone")
+
+
+def leave(d: D, interest: Interest) -> None:
     interest.life.fail(TransferAbortedError("client gone"), d.now)
     d.over(interest)
     d.over(interest)
+
+
+@pytest.mark.parametrize("state", [promised, ready, pulling])
+def test_an_abort_is_told_at_once_to_a_p_that_knows_the_request(d: D, state: Callable[[D], Interest]) -> None:
+    interest = state(d)
+    leave(d, interest)
+    assert d.endings() == [(P1, GONE)]
     d.pass_time(1)
-    expected = [(P1, msg.Abort(room=7, attempt=1, reason="client gone"))] if state in ASKED else []
-    assert d.endings() == expected
+    assert d.endings() == [(P1, GONE)]
     assert d.ended == [interest]
     assert len(d.table) == 0
 
 
-def test_a_look_up_that_returns_after_the_end_asks_nobody(d: D) -> None:
-    interest = looking(d)
-    interest.life.fail(TransferAbortedError("client gone"), d.now)
-    d.over(interest)
-    d.answer_look_ups()
-    assert d.sent == []
+@pytest.mark.parametrize("state", [looking, asking])
+@pytest.mark.parametrize("answer", ["yes", "ready"])
+def test_an_abort_waits_for_a_p_that_does_not_know_the_request_yet(
+    d: D, state: Callable[[D], Interest], answer: str
+) -> None:
+    """P would take an ABORT of an attempt it never heard of for nothing, and keep a copy for nobody."""
+    interest = state(d)
+    leave(d, interest)
+    assert d.ended == [interest]
+    assert len(d.table) == 0
+    d.pass_time(3, (P1, "no"))
+    assert d.endings() == []
+    if answer == "ready":
+        d.ready()
+    else:
+        d.told("yes")
+    assert d.endings() == [(P1, GONE)]
+    sent = len(d.sent)
+    d.pass_time(5)
+    assert len(d.sent) == sent
+    assert d.ended == [interest]
+
+
+@pytest.mark.parametrize("state", [looking, asking])
+def test_an_abort_does_not_wait_for_ever(d: D, state: Callable[[D], Interest]) -> None:
+    leave(d, state(d))
+    d.pass_time(LIMITS.bootstrap_timeout + 1, (P1, "no"))
+    assert d.endings() == [(P1, GONE)]
+    sent = len(d.sent)
+    d.pass_time(5)
+    assert len(d.sent) == sent
+
+
+def test_a_p_that_failed_the_request_itself_needs_no_abort(d: D) -> None:
+    leave(d, asking(d))
+    d.hear(msg.Failed(room=7, attempt=1, reason="too long"))
+    d.pass_time(5, (P1, "yes"))
+    assert d.endings() == []
+
+
+def test_a_server_that_stops_says_so_without_waiting(d: D) -> None:
+    leave(d, asking(d))
+    d.do(d.table.close("stopping", d.now))
+    assert d.endings() == [(P1, GONE)]
 
 
 def test_an_end_that_nobody_reported_is_found_by_the_clock(d: D) -> None:
