@@ -22,6 +22,7 @@ class Backend(NamedTuple):
 
     gather: Callable[[Sequence[jax.Array], jax.Array, Sequence[int]], list[jax.Array]]
     scatter: Callable[[Sequence[jax.Array], Sequence[jax.Array], jax.Array], list[jax.Array]]
+    compiler_options: dict[str, str] | None = None
 
 
 def set_backend(name: str | None) -> None:
@@ -46,7 +47,8 @@ def backend_name(platform: str) -> str:
 def build(name: str, pool: jax.ShapeDtypeStruct) -> Backend:
     """The backend for pools like this one (global shape, with sharding)."""
     if name == "xla":
-        return Backend(xla.gather_pages, xla.scatter_pages)
+        platform = next(iter(pool.sharding.device_set)).platform
+        return Backend(xla.gather_pages, xla.scatter_pages, xla.compiler_options(platform, pool.dtype))
     from jax.experimental.pallas import tpu as pltpu
 
     from sgl_pd_connector.ops import pallas

@@ -137,6 +137,8 @@ def _compile(
     ids = jax.ShapeDtypeStruct((n,), jnp.int32)
     copies = backend.build(name, pool)
     if op == "gather":
-        return jax.jit(sharded.gather(copies, groups, pool.sharding, pool.ndim)).lower(specs, ids).compile()
-    run = jax.jit(sharded.scatter(copies, pool.sharding, pool.ndim), donate_argnums=0)
-    return run.lower(specs, packed, ids).compile()
+        lowered = jax.jit(sharded.gather(copies, groups, pool.sharding, pool.ndim)).lower(specs, ids)
+    else:
+        run = jax.jit(sharded.scatter(copies, pool.sharding, pool.ndim), donate_argnums=0)
+        lowered = run.lower(specs, packed, ids)
+    return lowered.compile(copies.compiler_options)

@@ -5,19 +5,43 @@ or more is another shard's page: a gather leaves its place undefined, a scatter 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
+def compiler_options(platform: str, dtype: np.dtype[Any]) -> dict[str, str] | None:
+    """Options to compile these functions with; None for XLA's own.
+
+    XLA's CPU compiler computes small floats in float32 wherever its version does not know that an op can take them:
+    one page written into a bfloat16 (jaxlib 0.10) or float8 (all) pool converts the whole pool there and back. Nothing
+    is computed here, so that pass is turned off. Bits are then moved as they are, the payloads of NaNs included.
+    """
+    if platform != "cpu":
+        return None
+    # "bfloat16" is "bf16" to XLA, "float8_e4m3fn" is "f8e4m3fn"; names that are no pass are ignored.
+    name = dtype.name.replace("float", "f").replace("_", "")
+    return {"xla_disable_hlo_passes": f"float-normalization-{name}"}
+
+
 def gather_pages(pools: Sequence[jax.Array], page_ids: jax.Array, groups: Sequence[int]) -> list[jax.Array]:
-    """One packed buffer `[layers, n, *page_shape]` per group of consecutive layers."""
+    """One packed buffer `[layers, n, *page_shape]` per group of consecutive layers.
+
+    Each layer is gathered straight into its row of the buffer. Stacking the layers says the same and, on CPU, copies
+    everything twice or, for small groups, goes through one loop that asks for every element which layer it is of.
+    """
     packed: list[jax.Array] = []
     first = 0
     for layers in groups:
-        taken = [pool.at[page_ids].get(mode="clip") for pool in pools[first : first + layers]]
-        packed.append(jnp.stack(taken))
+        taken = [pool.at[page_ids].get(mode="clip")[None] for pool in pools[first : first + layers]]
+        rest = [(0, layers - 1, 0), *[(0, 0, 0)] * (taken[0].ndim - 1)]
+        buffer = lax.pad(taken[0], jnp.zeros((), taken[0].dtype), rest)
+        for row in range(1, layers):
+            buffer = lax.dynamic_update_slice(buffer, taken[row], (row, *[0] * (buffer.ndim - 1)))
+        packed.append(buffer)
         first += layers
     return packed
 
@@ -29,23 +53,18 @@ def scatter_pages(
 
     A loop of `dynamic_update_slice` is one memcpy per page on CPU; the scatter op writes element by element.
     """
-    mine = page_ids < pools[0].shape[0]
-    rows = jnp.nonzero(mine, size=page_ids.shape[0])[0]
+    here = page_ids < pools[0].shape[0]
+    rows = jnp.nonzero(here, size=page_ids.shape[0])[0]
     sources = [(buffer, layer) for buffer in packed for layer in range(buffer.shape[0])]
-    return [
-        _put(pool, source, page_ids, rows, mine.sum()) for pool, source in zip(pools, sources, strict=True)
-    ]
+    origin = (0,) * (pools[0].ndim - 1)
 
+    def put_page(i: jax.Array, pools: list[jax.Array]) -> list[jax.Array]:
+        row = rows[i]
+        pages = [lax.dynamic_slice(b, (at, row, *origin), (1, 1, *b.shape[2:]))[0] for b, at in sources]
+        return [
+            lax.dynamic_update_slice(pool, page, (page_ids[row], *origin))
+            for pool, page in zip(pools, pages, strict=True)
+        ]
 
-def _put(
-    pool: jax.Array, source: tuple[jax.Array, int], page_ids: jax.Array, rows: jax.Array, count: jax.Array
-) -> jax.Array:
-    buffer, layer = source
-    origin = (0,) * (pool.ndim - 1)
-
-    def put_page(i: jax.Array, pool: jax.Array) -> jax.Array:
-        page = lax.dynamic_slice(buffer, (layer, rows[i], *origin), (1, 1, *pool.shape[1:]))[0]
-        return lax.dynamic_update_slice(pool, page, (page_ids[rows[i]], *origin))
-
-    written: jax.Array = lax.fori_loop(0, count, put_page, pool)
+    written: list[jax.Array] = lax.fori_loop(0, here.sum(), put_page, list(pools))
     return written
