@@ -1,7 +1,8 @@
-"""Both halves of the connector inside vLLM's real scheduler, synchronous and asynchronous; no model, no device.
+"""Both halves of the connector inside vLLM's real scheduler, synchronous and asynchronous; no model, no
+device.
 
-The forward is a fake that samples token 42 whenever a request's tokens are all computed; transfers are the unit tests'
-fakes. After every test nothing may be left: no request, no page, no transfer.
+The forward is a fake that samples token 42 whenever a request's tokens are all computed; transfers are the
+unit tests' fakes. After every test nothing may be left: no request, no page, no transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from sgl_pd_connector.testing.checkpoints import make_checkpoint
 from sgl_pd_connector.vllm.worker import DecodeWorker, PrefillWorker
 from tests.unit.vllm.fakes import FakeManager, FakeReceiver
 
-vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.e2e
 
 PAGE = 16
