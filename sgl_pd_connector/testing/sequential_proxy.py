@@ -16,7 +16,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.background import BackgroundTask
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 
 def make_app(prefill_url: str, decode_url: str) -> FastAPI:
@@ -39,10 +39,10 @@ def make_app(prefill_url: str, decode_url: str) -> FastAPI:
     async def forward(request: Request) -> Response:
         client: httpx.AsyncClient = app.state.client
         body: dict[str, Any] = await request.json()
-        asked = {**body, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-        prefilled = await client.post(prefill_url + request.url.path, json=asked)
+        prefilled = await client.post(prefill_url + request.url.path, json=_for_prefill(body))
         if prefilled.is_error:
-            return JSONResponse(prefilled.json(), prefilled.status_code)
+            media_type = prefilled.headers.get("content-type")
+            return Response(prefilled.content, prefilled.status_code, media_type=media_type)
         body["kv_transfer_params"] = prefilled.json()["kv_transfer_params"]
         decoding = client.build_request("POST", decode_url + request.url.path, content=json.dumps(body))
         decoding.headers["content-type"] = "application/json"
@@ -55,6 +55,14 @@ def make_app(prefill_url: str, decode_url: str) -> FastAPI:
         )
 
     return app
+
+
+def _for_prefill(body: dict[str, Any]) -> dict[str, Any]:
+    """What P is asked: one token, in one piece, and to keep the KV cache for D."""
+    asked = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
+    asked.update({name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body}, stream=False)
+    asked.setdefault("max_tokens", 1)
+    return {**asked, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 
 
 def main() -> None:

@@ -170,9 +170,18 @@ class TestTheSequentialProxy:
         answer = self.ask(tmp_path, {"refused_by": "prefill"})
         assert answer.status_code == 400
         assert answer.json()["server"] == "prefill"
-        assert answer.json()["asked"]["kv_transfer_params"] == {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
+
+    def test_prefill_is_asked_for_one_token_in_one_piece(self, tmp_path: Path) -> None:
+        limits = {"max_tokens": 9, "max_completion_tokens": 9, "min_tokens": 5}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        answer = self.ask(tmp_path, {"refused_by": "prefill", "temperature": 0, **limits, **streamed})
+        assert answer.json()["asked"] == {
+            "refused_by": "prefill",
+            "temperature": 0,
+            "max_tokens": 1,
+            "max_completion_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
         }
 
     def test_decodes_status_is_the_clients(self, tmp_path: Path) -> None:
