@@ -17,6 +17,7 @@ import typer
 
 from sgl_pd_connector.cli.main import app
 from sgl_pd_connector.config import ConnectorConfig, load_config
+from sgl_pd_connector.sgl_jax import server_args
 from sgl_pd_connector.vllm import compat
 
 pytestmark = pytest.mark.unit
@@ -82,6 +83,9 @@ def check_command(words: list[str]) -> None:
             [sys.executable, *words[1:3], "-h"], capture_output=True, text=True, check=True
         ).stdout
         assert all(word in help_text for word in words[3:] if word.startswith("--"))
+    elif words[:3] == ["python", "-m", "sgl_pd_connector.sgl_jax.launch_server"]:
+        _, for_sgl_jax = server_args.parse(words[3:])
+        assert not [word for word in for_sgl_jax if word.startswith(server_args.PREFIX)]
     elif program == "vllm":
         assert words[1] == "serve"
         check_transfer_config(json.loads(words[words.index("--kv-transfer-config") + 1]))
@@ -134,5 +138,5 @@ def test_the_table_of_settings_is_the_codes() -> None:
 
 
 def test_the_navigation_names_every_page() -> None:
-    listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {page.name for page in PAGES[1:]}
