@@ -35,46 +35,14 @@ def request(name: str, num_tokens: int, **fields: Any) -> Any:
     return SimpleNamespace(**{**known, **fields})
 
 
-class FakeSender(BaseKVSender):
+class _Fake:
+    """What both sides of a transfer have; tests set ``state``."""
+
     def __init__(self, room: int, prompt: bytes, num_tokens: int | None) -> None:
         self.key = (room, prompt, num_tokens)
         self.state = KVPoll.Bootstrapping
         self.pages: list[int] | None = None
-        self.has_room = True
         self.aborted: str | None = None
-
-    def send(self, kv_indices: Sequence[int]) -> bool:
-        assert self.pages is None, "send() is called once"
-        self.pages = list(kv_indices)
-        return self.released
-
-    @property
-    def released(self) -> bool:
-        return self.state is KVPoll.Failed or (self.pages is not None and self.has_room)
-
-    def poll(self) -> KVPoll:
-        return self.state
-
-    def abort(self, reason: str) -> None:
-        if not self.state.is_final:
-            self.aborted, self.state = reason, KVPoll.Failed
-
-    def failure_exception(self) -> PDError:
-        return TransferError(self.aborted or "failed")
-
-
-class FakeReceiver(BaseKVReceiver):
-    def __init__(self, room: int, prompt: bytes, num_tokens: int | None, bootstrap_addr: str | None) -> None:
-        self.key = (room, prompt, num_tokens)
-        self.address = bootstrap_addr
-        self.state = KVPoll.Bootstrapping
-        self.pages: list[int] | None = None
-        self.skipped = 0
-        self.aborted: str | None = None
-
-    def receive(self, kv_indices: Sequence[int], skip_pages: int = 0) -> None:
-        assert self.state is KVPoll.WaitingForInput
-        self.pages, self.skipped, self.state = list(kv_indices), skip_pages, KVPoll.Transferring
 
     def poll(self) -> KVPoll:
         return self.state
@@ -85,6 +53,31 @@ class FakeReceiver(BaseKVReceiver):
 
     def failure_exception(self) -> PDError:
         return TransferError(self.aborted or "peer said no")
+
+
+class FakeSender(_Fake, BaseKVSender):
+    has_room = True
+
+    def send(self, kv_indices: Sequence[int]) -> bool:
+        assert self.pages is None, "send() is called once"
+        self.pages = list(kv_indices)
+        return self.released
+
+    @property
+    def released(self) -> bool:
+        return self.state is KVPoll.Failed or (self.pages is not None and self.has_room)
+
+
+class FakeReceiver(_Fake, BaseKVReceiver):
+    skipped = 0
+
+    def __init__(self, room: int, prompt: bytes, num_tokens: int | None, bootstrap_addr: str | None) -> None:
+        super().__init__(room, prompt, num_tokens)
+        self.address = bootstrap_addr
+
+    def receive(self, kv_indices: Sequence[int], skip_pages: int = 0) -> None:
+        assert self.state is KVPoll.WaitingForInput
+        self.pages, self.skipped, self.state = list(kv_indices), skip_pages, KVPoll.Transferring
 
 
 class FakeManager:
