@@ -47,7 +47,7 @@ class StepMetadata:
     Attributes:
         opened: new transfers.
         dropped: transfers nobody wants any more, and why; the peer is told.
-        preempted: sent requests that lost their pages: what was not copied out yet must not be.
+        preempted: P: sent requests that lost their pages: what was not copied out yet must not be.
         sends: P: all pages of prompts whose last chunk is computed in this step.
         loads: D: pages allocated for transfers that were reported ready.
         held: P: finished requests whose pages stay allocated until reported as sent.
@@ -66,7 +66,7 @@ class WorkerMetadata:
     """Worker side to scheduler side.
 
     Attributes:
-        ready: D: requests whose KV waits on P; pages may be allocated for them.
+        ready: D: requests whose KV waits on P, as long as it does; pages may be allocated for them.
         failed: D: requests whose transfer failed, at any stage, and why.
         released: P: requests whose pages were copied out (or will never be): they may be freed at once.
     """

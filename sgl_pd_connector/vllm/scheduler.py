@@ -125,7 +125,7 @@ class PrefillScheduler:
     def build(self, scheduler_output: Any) -> StepMetadata:
         for request_id in scheduler_output.preempted_req_ids or ():
             delivery = self._deliveries.get(request_id)
-            if delivery is not None and delivery.sent and not delivery.released:
+            if delivery is not None and delivery.sent:
                 self._next.preempted.append(request_id)
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             delivery = self._deliveries.get(request_id)
@@ -244,8 +244,7 @@ class DecodeScheduler:
         for request_id, reason in worker.failed.items():
             if request_id in self._phases:
                 self._log_failure(request_id, reason)
-                if self._phases[request_id] is not _Phase.LOADING:
-                    self._phases[request_id] = _Phase.FAILED
+                self._phases[request_id] = _Phase.FAILED
         for request_id in received:
             self._phases.pop(request_id, None)
 

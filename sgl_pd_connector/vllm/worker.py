@@ -141,7 +141,6 @@ class DecodeWorker:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._receivers: dict[str, BaseKVReceiver] = {}
-        self._announced: set[str] = set()
         self._loading: set[str] = set()
         self._failed: dict[str, str] = {}
 
@@ -173,14 +172,13 @@ class DecodeWorker:
     def _report(self, result: StepResult) -> None:
         for request_id, receiver in list(self._receivers.items()):
             state = receiver.poll()
-            if state is KVPoll.WaitingForInput and request_id not in self._announced:
-                self._announced.add(request_id)
+            if state is KVPoll.WaitingForInput:
                 result.metadata.ready.append(request_id)
             elif state is KVPoll.Failed:
                 self._failed[request_id] = str(receiver.failure_exception())
-                self._forget(request_id)
+                del self._receivers[request_id]
             elif state is KVPoll.Success:
-                self._forget(request_id)
+                del self._receivers[request_id]
                 self._loading.discard(request_id)
                 result.finished_recving.add(request_id)
         # A load whose receiver is gone failed, now or before its pages were allocated.
@@ -203,12 +201,8 @@ class DecodeWorker:
         self._abort(request_id, reason)
 
     def _abort(self, request_id: str, reason: str) -> None:
-        if (receiver := self._forget(request_id)) is not None:
+        if (receiver := self._receivers.pop(request_id, None)) is not None:
             _abort_quietly(request_id, receiver, reason)
-
-    def _forget(self, request_id: str) -> BaseKVReceiver | None:
-        self._announced.discard(request_id)
-        return self._receivers.pop(request_id, None)
 
 
 def _step_manager(manager: Manager, active: dict[str, Any], end: Callable[[str, str], None]) -> None:

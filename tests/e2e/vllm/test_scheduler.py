@@ -166,10 +166,7 @@ class Engine:
         assert self.scheduler.get_kv_cache_usage() == 0
         side = self.scheduler.connector._scheduler
         left = [vars(side).get(name) for name in ("_deliveries", "_phases")]
-        left += [
-            vars(self.worker).get(name)
-            for name in ("_held", "_receivers", "_loading", "_announced", "_failed")
-        ]
+        left += [vars(self.worker).get(name) for name in ("_held", "_receivers", "_loading", "_failed")]
         assert not any(left), left
 
     @property
