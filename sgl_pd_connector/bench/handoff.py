@@ -1,238 +1,130 @@
 """From pages in P's pool to pages in D's: two processes, no model.
 
-Each system is two halves, one per process, driven in step by the parent. A round is: D gets ready to receive, P offers,
-and the time counts from the start of P's offer to the moment when D has everything where it belongs. Both clocks are
-the machine's monotonic one.
+Each system of `systems` is two halves, one per process, driven in step from here. The time counts from the start of P's
+offer to the moment when D has everything where it belongs. Both clocks are the machine's monotonic one.
 
-========== =====================================================================================================
-ours       gather -> register -> READY -> pull -> wait -> scatter -> DONE, through `JaxTransferKVManager`
-raw        one `jax.experimental.transfer` pull of the same bytes in one array: the limit of that backend
-tcp        one TCP connection, warm buffers on both sides: the limit of the machine's loopback
-memcpy     one copy within D: the limit of its memory
-========== =====================================================================================================
+============== =================================================================================================
+ours           gather -> register -> READY -> pull -> wait -> scatter -> DONE
+raw            one `jax.experimental.transfer` pull of the same bytes in one array: the limit of that backend
+tcp            one TCP connection, warm buffers on both sides: the limit of the machine's loopback
+memcpy         one copy within D: the limit of its memory
+tpu_connector  the data path of tpu-inference's own connector, where that is installed
+============== =================================================================================================
 """
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
-import resource
-import socket
+import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
-from sgl_pd_connector.bench.measure import Comparison, compare
-from sgl_pd_connector.bench.shapes import KVShape
+from sgl_pd_connector.bench.measure import Comparison, compare, slope
+from sgl_pd_connector.bench.shapes import SHAPES, HandoffCase
+from sgl_pd_connector.testing.engines import emulation_environment, one_chip
+from sgl_pd_connector.testing.hardware import tpu_chips
 
-SYSTEMS = ("ours", "raw", "tcp", "memcpy")
-CHANNELS = 4
-TRANSFER_SIZE = 16 << 20
-WAIT_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class HandoffCase:
-    """What is moved: ``concurrent`` requests of ``pages`` pages each."""
-
-    shape: KVShape
-    pages: int
-    concurrent: int = 1
-
-    @property
-    def nbytes(self) -> int:
-        return self.pages * self.shape.page_bytes * self.concurrent
-
-
-class _Pools:
-    """The pools of one process, as an engine's runner has them."""
-
-    def __init__(self, shape: KVShape, num_pages: int) -> None:
-        import jax.numpy as jnp
-
-        self._pools = [jnp.zeros((num_pages, *shape.page_shape), shape.dtype) for _ in range(shape.layers)]
-
-    def get_pools(self) -> list[Any]:
-        return list(self._pools)
-
-    def set_pools(self, pools: list[Any]) -> None:
-        self._pools = pools
+BASIC_SYSTEMS = ("ours", "raw", "tcp")
 
 
 class _Half:
-    """One process's part in every system. The parent calls `arm` on D, then `fire` on P, then `land` on D."""
+    """One process's part in every system. The parent calls `arm` on D, then `fire` on P and `land` on D."""
 
-    def __init__(self, role: str, case: HandoffCase, peer: dict[str, Any] | None) -> None:
-        import jax
-        import jax.numpy as jnp
+    def __init__(self, case: HandoffCase, names: Sequence[str], peers: Mapping[str, Any]) -> None:
+        from sgl_pd_connector.bench.systems import SYSTEMS, Pools
 
-        from sgl_pd_connector.config import load_config
-        from sgl_pd_connector.transfer import JaxTransferKVManager, kv_args
-        from sgl_pd_connector.transfer.engine import JaxTransferKVEngine
-        from sgl_pd_connector.transfer.transport import Peer
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of memory counts from here
+        pools = Pools(case)
+        # mypy takes a protocol's own __init__ for that of its classes.
+        self._systems = {name: SYSTEMS[name](case, pools, peers.get(name)) for name in names}  # type: ignore[call-arg]
+        self._buffers = np.ones((2, case.nbytes), np.uint8) if peers else None
 
-        self.case = case
-        self.peer = peer
-        total = case.pages * case.concurrent
-        self.pools = _Pools(case.shape, total + 1)
-        budget = max(1 << 30, 2 * case.nbytes)
-        config = load_config(
-            {"bootstrap_port": 0, "max_packed_bytes": budget, "max_pulled_bytes": budget},
-            where="bench",
-            environ={},
-        )
-        args = kv_args(self.pools.get_pools(), case.shape.page_size)
-        self.manager = JaxTransferKVManager(
-            args, None, role="prefill" if role == "p" else "decode", config=config
-        )
-        self.manager.register_runner(self.pools)
-        self.pages = [
-            list(range(1 + index * case.pages, 1 + (index + 1) * case.pages))
-            for index in range(case.concurrent)
-        ]
-        self.tokens = case.pages * case.shape.page_size
-        self.engine = JaxTransferKVEngine(
-            host="127.0.0.1", port=0, channels=CHANNELS, transfer_size=TRANSFER_SIZE, serve=role == "p"
-        )
-        self.flat = jnp.zeros((case.nbytes,), jnp.uint8) if role == "p" else None
-        self.spec = jax.ShapeDtypeStruct(
-            (case.nbytes,), jnp.uint8, sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        )
-        self.buffer = np.zeros(case.nbytes, np.uint8)
-        self.target = np.zeros(case.nbytes, np.uint8)
-        self.pending: Any = None
-        if role == "p":
-            self.listener = socket.create_server(("127.0.0.1", 0))
-        elif peer is not None:
-            self.link = self.engine.link(Peer("bench", 1, peer["transfer_addr"]))
-            self.connection = socket.create_connection(("127.0.0.1", peer["tcp_port"]))
+    def addresses(self) -> dict[str, Any]:
+        return {name: system.address() for name, system in self._systems.items()}
 
-    def about(self) -> dict[str, Any]:
-        return {
-            "bootstrap": self.manager.bootstrap_addr,
-            "transfer_addr": self.engine.transfer_addr,
-            "tcp_port": self.listener.getsockname()[1],
-        }
+    def arm(self, name: str, number: int) -> None:
+        self._systems[name].arm(number)
 
-    def accept(self) -> None:
-        self.connection, _ = self.listener.accept()
-
-    # D.
-
-    def arm(self, system: str, number: int) -> None:
-        assert self.peer is not None
-        if system == "ours":
-            self.pending = [
-                self.manager.create_receiver(number * 1000 + index, b"", self.tokens, self.peer["bootstrap"])
-                for index in range(self.case.concurrent)
-            ]
-        elif system == "raw":
-            self.pending = self.link.pull(number, [self.spec])
-
-    def land(self, system: str) -> float:
-        if system == "ours":
-            self._land_ours()
-        elif system == "raw":
-            (array,) = self.pending
-            array.block_until_ready()
-        elif system == "tcp":
-            view = memoryview(self.target)
-            while view:
-                view = view[self.connection.recv_into(view) :]
-        done = time.monotonic()
-        self.pending = None
-        return done
-
-    def _land_ours(self) -> None:
-        from sgl_pd_connector.base import KVPoll
-
-        waiting = list(enumerate(self.pending))
-        deadline = time.monotonic() + WAIT_SECONDS
-        while waiting:
-            self.manager.step()
-            left = []
-            for index, receiver in waiting:
-                state = receiver.poll()
-                if state is KVPoll.Failed:
-                    raise receiver.failure_exception()
-                if state is KVPoll.WaitingForInput:
-                    receiver.receive(self.pages[index])
-                if state is not KVPoll.Success:
-                    left.append((index, receiver))
-            waiting = left
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(waiting)} transfers did not end in {WAIT_SECONDS:g} s")
-            time.sleep(0.0001)
-
-    def copy(self) -> float:
+    def fire(self, name: str, number: int) -> float:
         began = time.monotonic()
-        np.copyto(self.target, self.buffer)
-        return time.monotonic() - began
-
-    # P.
-
-    def fire(self, system: str, number: int) -> float:
-        began = time.monotonic()
-        if system == "ours":
-            for index in range(self.case.concurrent):
-                sender = self.manager.create_sender(number * 1000 + index, b"", self.tokens)
-                sender.send(self.pages[index])
-        elif system == "raw":
-            self.engine.register(number, [self.flat], WAIT_SECONDS)  # type: ignore[list-item]
-        elif system == "tcp":
-            self.connection.sendall(self.buffer)
+        self._systems[name].fire(number)
         return began
 
+    def land(self, name: str) -> float:
+        self._systems[name].land()
+        return time.monotonic()
+
+    def copy(self) -> float:
+        assert self._buffers is not None
+        began = time.monotonic()
+        np.copyto(self._buffers[1], self._buffers[0])
+        return time.monotonic() - began
+
     def figures(self) -> dict[str, Any]:
-        """Stage times, counters and memory of this process's manager."""
-        records = [record.as_dict() for record in self.manager.take_records()]
+        """Stage times and counters of this process's manager since the last call; peak memory of the process."""
+        from sgl_pd_connector.bench.systems import Ours
+
+        ours = self._systems["ours"]
+        assert isinstance(ours, Ours)
         return {
-            "records": records,
-            "stats": vars(self.manager.stats()),
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "records": [record.as_dict() for record in ours.manager.take_records()],
+            "stats": vars(ours.manager.stats()),
+            "peak_rss_bytes": _peak_rss(),
         }
 
     def close(self) -> None:
-        self.manager.close()
-        self.engine.close()
-        self.connection.close()
+        for system in self._systems.values():
+            system.close()
 
 
-def _serve(pipe: Connection, role: str, case: HandoffCase, peer: dict[str, Any] | None) -> None:
-    """A process: carries out the parent's calls on its half."""
-    half = _Half(role, case, peer)
-    pipe.send(None)
+def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
+    """A process: carries out the parent's calls. `prepare` makes its half of a case, the others are calls on that."""
+    os.environ.update(environment)
+    half: _Half | None = None
     while True:
         name, arguments = pipe.recv()
         try:
-            result = getattr(half, name)(*arguments)
-        except Exception as error:  # noqa: BLE001 - the parent reports it
-            pipe.send(error)
-            continue
+            if half is not None and name in ("prepare", "end"):
+                half.close()
+                half = None
+            match name:
+                case "end":
+                    result = None
+                case "prepare":
+                    half, result = _Half(*arguments), None
+                case _:
+                    result = getattr(half, name)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the parent raises it
+            result = RuntimeError(f"{type(error).__name__}: {error}")
         pipe.send(result)
-        if name == "close":
+        if name == "end":
             return
 
 
 class _Remote:
     """The parent's end of a process."""
 
-    def __init__(self, role: str, case: HandoffCase, peer: dict[str, Any] | None) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, role, case, peer), daemon=True)
-        self.process.start()
-        self.pipe.recv()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, environment))
+        self._process.start()
+        theirs.close()
 
     def start(self, name: str, *arguments: Any) -> None:
-        self.pipe.send((name, arguments))
+        self._pipe.send((name, arguments))
 
     def result(self) -> Any:
-        result = self.pipe.recv()
+        result = self._pipe.recv()
         if isinstance(result, Exception):
             raise result
         return result
@@ -242,26 +134,14 @@ class _Remote:
         return self.result()
 
     def close(self) -> None:
-        self("close")
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-
-
-@contextmanager
-def _pair(case: HandoffCase) -> Iterator[tuple[_Remote, _Remote]]:
-    p = _Remote("p", case, None)
-    try:
-        about = p("about")
-        p.start("accept")
-        d = _Remote("d", case, about)
-        try:
-            p.result()
-            yield p, d
-        finally:
-            d.close()
-    finally:
-        p.close()
+        with suppress(OSError):  # it may have ended already
+            self._pipe.send(("end", ()))
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        self._pipe.close()
 
 
 @dataclass(frozen=True)
@@ -270,36 +150,42 @@ class HandoffResult:
 
     case: HandoffCase
     comparison: Comparison
+    warm_compilations: int
     prefill: dict[str, Any]
     decode: dict[str, Any]
 
+    @property
+    def compiles_after_warmup(self) -> int:
+        counted = self.prefill["stats"]["compilations"] + self.decode["stats"]["compilations"]
+        return int(counted - self.warm_compilations)
+
     def as_dict(self) -> dict[str, Any]:
-        comparison = self.comparison
-        rounds = comparison.rounds
-        moved = self.decode["stats"]["nbytes"]
-        transfers = self.decode["stats"]["ok"]
+        comparison, nbytes = self.comparison, self.case.nbytes
+        names = list(comparison.seconds)
+        moved, transfers = self.decode["stats"]["nbytes"], self.decode["stats"]["ok"]
         return {
             "model": self.case.shape.name,
-            "nbytes": self.case.nbytes,
+            "nbytes": nbytes,
             "concurrent": self.case.concurrent,
-            "rounds": rounds,
-            "median_s": {name: comparison.median(name) for name in comparison.seconds},
-            "gb_per_s": {
-                name: self.case.nbytes / comparison.median(name) / 1e9 for name in comparison.seconds
-            },
-            "ratio_to_raw": comparison.ratio("ours", to="raw"),
+            "rounds": comparison.rounds,
+            "median_s": {name: comparison.median(name) for name in names},
+            "gb_per_s": {name: nbytes / comparison.median(name) / 1e9 for name in names},
+            "ratio_to": {name: comparison.ratio("ours", to=name) for name in names if name != "ours"},
             "overhead_s": comparison.median("ours") - comparison.median("raw"),
-            "wire_bytes_per_page_byte": moved / (transfers * self.case.nbytes / self.case.concurrent),
-            "compilations": {
-                "prefill": self.prefill["stats"]["compilations"],
-                "decode": self.decode["stats"]["compilations"],
-            },
+            "wire_bytes_per_page_byte": moved / (transfers * nbytes / self.case.concurrent),
+            "compiles_after_warmup": self.compiles_after_warmup,
             "peak_rss_bytes": {
                 "prefill": self.prefill["peak_rss_bytes"],
                 "decode": self.decode["peak_rss_bytes"],
             },
             "stages_s": _stages(self.decode["records"]),
         }
+
+
+def _peak_rss() -> int:
+    """Of this process since its case began, in bytes."""
+    (line,) = (row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def _stages(records: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -313,27 +199,92 @@ def _stages(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def run_case(case: HandoffCase, *, rounds: int) -> HandoffResult:
-    """Measures every system on one case, in alternation, in one pair of processes."""
-    numbers = iter(range(1, 1 << 30))
-    with _pair(case) as (p, d):
+def available_systems() -> tuple[str, ...]:
+    """The systems that can run here, ours first."""
+    stock = ("tpu_connector",) if importlib.util.find_spec("tpu_inference") else ()
+    return (*BASIC_SYSTEMS, *stock)
 
-        def once(system: str) -> float:
+
+class HandoffPair:
+    """A prefill and a decode process, for any number of cases. Ended by leaving the ``with`` block."""
+
+    def __enter__(self) -> Self:
+        # On a TPU each process has a chip of its own.
+        on_tpu = bool(tpu_chips())
+        self._p = _Remote(one_chip("prefill") if on_tpu else emulation_environment())
+        self._d = _Remote(one_chip("decode") if on_tpu else emulation_environment())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._d.close()
+        self._p.close()
+
+    def run(
+        self, case: HandoffCase, *, rounds: int, systems: Sequence[str] = BASIC_SYSTEMS, warmup: int = 2
+    ) -> HandoffResult:
+        """Measures systems, and a memcpy, on one case, in alternation."""
+        numbers = iter(range(1, 1 << 30))
+        p, d = self._p, self._d
+        p("prepare", case, systems, {})
+        d("prepare", case, systems, p("addresses"))
+
+        def once(name: str) -> float:
             number = next(numbers)
-            d("arm", system, number)
-            d.start("land", system)
-            began: float = p("fire", system, number)
+            d("arm", name, number)
+            d.start("land", name)
+            began: float = p("fire", name, number)
             done: float = d.result()
             return done - began
 
-        comparison = compare(
-            {
-                "ours": lambda: once("ours"),
-                "raw": lambda: once("raw"),
-                "tcp": lambda: once("tcp"),
-                "memcpy": lambda: float(d("copy")),
-            },
-            rounds=rounds,
-            warmup=2,
-        )
-        return HandoffResult(case, comparison, p("figures"), d("figures"))
+        for name in systems:
+            for _ in range(warmup):
+                once(name)
+        warm = sum(process("figures")["stats"]["compilations"] for process in (p, d))
+        timed = {name: partial(once, name) for name in systems}
+        comparison = compare({**timed, "memcpy": lambda: float(d("copy"))}, rounds=rounds)
+        return HandoffResult(case, comparison, warm, p("figures"), d("figures"))
+
+
+def cases(*, quick: bool) -> list[HandoffCase]:
+    """Sizes in one shape, the other models at one size, and several requests at once."""
+    tiny, llama = SHAPES["tiny"], SHAPES["llama-3-8b"]
+    sizes = (1 << 16, 1 << 20) if quick else (1 << 16, 1 << 18, 1 << 20, 4 << 20)
+    large = (16 << 20, 64 << 20) if quick else (16 << 20, 64 << 20, 256 << 20, 512 << 20)
+    grown = [HandoffCase(tiny, tiny.pages(size)) for size in sizes]
+    grown += [HandoffCase(llama, llama.pages(size)) for size in large]
+    models = [HandoffCase(SHAPES[name], SHAPES[name].pages(32 << 20)) for name in ("qwen3-32b", "mla")]
+    at_once = [HandoffCase(llama, llama.pages(4 << 20), count) for count in ((8,) if quick else (4, 16, 32))]
+    return grown + models + at_once
+
+
+def run(*, quick: bool, rounds: int) -> dict[str, Any]:
+    """Everything, as the report's section ``handoff``."""
+    systems = available_systems()
+    with HandoffPair() as pair:
+        # Large cases take seconds a round, small ones are the noisy ones.
+        results = [
+            pair.run(case, rounds=rounds if case.nbytes > 16 << 20 else 3 * rounds, systems=systems)
+            for case in cases(quick=quick)
+        ]
+    return section(results)
+
+
+def section(results: Sequence[HandoffResult]) -> dict[str, Any]:
+    """The figures by size, from the cases of one request each."""
+    single = {each.case.nbytes: each for each in results if each.case.concurrent == 1}
+    sizes = sorted(single)
+    names = list(results[0].comparison.seconds)
+    return {
+        "cases": [each.as_dict() for each in results],
+        "ratio_to_raw": {str(size): single[size].comparison.ratio("ours", to="raw") for size in sizes},
+        "overhead_s": {str(size): single[size].as_dict()["overhead_s"] for size in sizes},
+        "slope": {
+            name: slope(sizes, [single[size].comparison.median(name) for size in sizes]) for name in names
+        }
+        if len(sizes) > 1
+        else {},
+        "compiles_after_warmup": sum(each.compiles_after_warmup for each in results),
+        "not_run": {
+            "sgl-jax": "its own PD does not run on a CPU: D writes with a Pallas kernel that has no interpret mode"
+        },
+    }

@@ -41,3 +41,16 @@ SHAPES = {
         KVShape("tiny", 4, (16, 2, 2, 128)),
     )
 }
+
+
+@dataclass(frozen=True)
+class HandoffCase:
+    """What is moved: ``concurrent`` requests of ``pages`` pages each."""
+
+    shape: KVShape
+    pages: int
+    concurrent: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.shape.page_bytes * self.concurrent

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from sgl_pd_connector.cli import bootstrap, demo, doctor
+from sgl_pd_connector.cli import bench, bootstrap, demo, doctor
 from sgl_pd_connector.errors import PDError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("bootstrap")(bootstrap.run)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ class VllmEngine:
                 "kv_connector_extra_config": dict(settings or {}),
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        environment = {**self.environment, **({} if self.emulated else _one_chip(role))}
+        environment = {**self.environment, **({} if self.emulated else one_chip(role))}
         return Server(f"vllm {role}", command, port, directory / f"{role}.log", environment)
 
     def request(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
@@ -96,7 +96,7 @@ class VllmEngine:
         return prompt_tokens
 
 
-def _emulation_environment() -> dict[str, str]:
+def emulation_environment() -> dict[str, str]:
     return {
         "SGL_PD_CPU_EMULATION": "1",
         "JAX_PLATFORMS": "cpu",
@@ -127,7 +127,7 @@ def _vllm(model: str | None) -> VllmEngine:
         if model is None:
             raise ConfigError("--model: name a model that fits one TPU chip")
         return VllmEngine(model, 128, 2048, emulated=False)
-    environment = _emulation_environment()
+    environment = emulation_environment()
     if model is None:
         model, environment["HF_HUB_OFFLINE"] = str(make_checkpoint()), "1"
     return VllmEngine(model, 16, 1024, emulated=True, extra_args=_EMULATED_VLLM, environment=environment)
@@ -163,7 +163,7 @@ class SglJaxEngine:
                 "--disaggregation-config",
                 json.dumps(dict(settings or {})),
             ]
-        environment = {**self.environment, **({} if self.emulated else _one_chip(role))}
+        environment = {**self.environment, **({} if self.emulated else one_chip(role))}
         return Server(f"sgl-jax {role}", command, port, directory / f"{role}.log", environment)
 
     def request(self, prompt: Sequence[int], max_tokens: int) -> tuple[str, dict[str, Any]]:
@@ -210,7 +210,7 @@ ENGINES: dict[str, Callable[[str | None], Engine]] = {"vllm": _vllm, "sgl-jax": 
 """By name: makes the engine for a model, or for a tiny random one."""
 
 
-def _one_chip(role: Role) -> dict[str, str]:
+def one_chip(role: Role) -> dict[str, str]:
     """Environment that shows P (and the plain server, which runs before it) the first chip, and D the second."""
     chips = tpu_chips()
     if len(chips) < 2:
