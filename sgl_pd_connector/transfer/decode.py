@@ -60,7 +60,9 @@ class DecodeSide:
             check=lambda interest, ready: planner.check(ready, interest.num_tokens),
             ended=self._record,
         )
-        self.channel = DecodeChannel(table, codec=FrameCodec(secret), look_up=look_up)
+        self.channel = DecodeChannel(
+            table, codec=FrameCodec(secret), look_up=look_up, peer_timeout=config.peer_timeout
+        )
 
     def start(self, runner: KVRunner) -> None:
         """Compiles every scatter there will be."""

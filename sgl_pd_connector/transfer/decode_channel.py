@@ -18,22 +18,22 @@ import zmq
 from sgl_pd_connector.errors import BootstrapError, PDError, ProtocolError
 from sgl_pd_connector.transfer.bad_frames import BadFrames
 from sgl_pd_connector.transfer.interests import Action, Interest, InterestTable, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.side_socket import LINGER_MS, configure
 from sgl_pd_connector.transfer.wakeup import CommandQueue
 from sgl_pd_connector.wire import messages as msg
-from sgl_pd_connector.wire.frames import MAX_SIGNED_FRAME, FrameCodec
+from sgl_pd_connector.wire.frames import FrameCodec
 
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
 TICK_MS = int(TICK * 1000)
-LOOKUP_THREADS = 4
+# Each bootstrap server that does not answer occupies one for `peer_timeout`; the others must not wait for it.
+LOOKUP_THREADS = 32
 # A route found a moment ago is good enough for the next request: bursts ask the bootstrap server once.
 ROUTE_CACHE = 1.0
 # A socket that nobody used for so long belongs to a peer that is gone.
 SOCKET_IDLE = 120.0
 RECEIVE_BURST = 256
-SEND_QUEUE = 1000
-LINGER_MS = 500
 
 RouteLookup = Callable[[str], Sequence[PeerRoute]]
 """Prefill instances registered at a bootstrap address and usable from here. May block; raises `PDError`."""
@@ -50,16 +50,20 @@ class _Line:
 class DecodeChannel:
     """Speaks the side channel with every prefill instance of one decode instance."""
 
-    def __init__(self, table: InterestTable, *, codec: FrameCodec, look_up: RouteLookup) -> None:
+    def __init__(
+        self, table: InterestTable, *, codec: FrameCodec, look_up: RouteLookup, peer_timeout: float
+    ) -> None:
         """
         Args:
             table: handed over: from now on only this thread touches it.
             codec: handed over likewise.
             look_up: asks a bootstrap server.
+            peer_timeout: see `side_socket.configure`.
         """
         self._table = table
         self._codec = codec
         self._look_up = look_up
+        self._peer_timeout = peer_timeout
         self._commands = CommandQueue()
         self._stopping = False
         self.bad_frames = BadFrames("decode side channel")
@@ -190,9 +194,7 @@ class DecodeChannel:
         line = self._lines.get(route)
         if line is None:
             socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_SIGNED_FRAME)
-            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            configure(socket, peer_timeout=self._peer_timeout)
             socket.connect(f"tcp://{route.zmq_addr}")
             self._poller.register(socket, zmq.POLLIN)
             line = self._lines[route] = _Line(socket, time.monotonic())

@@ -63,6 +63,7 @@ class PrefillSide:
             budget=self._budget,
             codec=FrameCodec(secret),
             address=address,
+            peer_timeout=config.peer_timeout,
             # Later than any deadline of the table, which takes offers back itself.
             offer_lifetime=config.lease + config.prefill_timeout + config.transfer_timeout,
         )

@@ -18,20 +18,18 @@ from sgl_pd_connector.errors import ConfigError, PDError, ProtocolError
 from sgl_pd_connector.transfer.bad_frames import BadFrames
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.offers import Action, Offer, OfferTable, PackedChunk, Register, Release, Reply
+from sgl_pd_connector.transfer.side_socket import LINGER_MS, configure
 from sgl_pd_connector.transfer.transport import Transport
 from sgl_pd_connector.transfer.wakeup import CommandQueue
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.address import Address
-from sgl_pd_connector.wire.frames import MAX_SIGNED_FRAME, FrameCodec
+from sgl_pd_connector.wire.frames import FrameCodec
 
 logger = logging.getLogger(__name__)
 
 TICK = 0.1
 TICK_MS = int(TICK * 1000)
 SWEEP = 1.0
-# Frames waiting for one slow or dead D. Beyond it they are dropped: every message is repeated on demand.
-SEND_QUEUE = 1000
-LINGER_MS = 500
 # Frames taken before deadlines are looked at again, so that a flood cannot hold them up.
 RECEIVE_BURST = 256
 
@@ -47,6 +45,7 @@ class PrefillChannel:
         budget: ByteBudget,
         codec: FrameCodec,
         address: Address,
+        peer_timeout: float,
         offer_lifetime: float,
     ) -> None:
         """Binds at once, so that a port in use is the caller's error.
@@ -57,6 +56,7 @@ class PrefillChannel:
             budget: gets the bytes of ended offers back.
             codec: handed over likewise.
             address: numeric host and port to bind; port 0 takes a free one.
+            peer_timeout: see `side_socket.configure`.
             offer_lifetime: seconds after which the transport may drop a registration by itself.
         """
         self._table = table
@@ -69,10 +69,7 @@ class PrefillChannel:
         self.bad_frames = BadFrames("prefill side channel")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_SIGNED_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        configure(self._socket, peer_timeout=peer_timeout)
         try:
             self._socket.bind(address.url(scheme="tcp"))
         except zmq.ZMQError as error:
