@@ -243,6 +243,7 @@ class InterestTable:
                 return []
 
     def _on_wait(self, interest: Interest, route: PeerRoute, wait: msg.Wait, now: float) -> list[Action]:
+        had_it = interest.asked[route].known == "yes"
         if wait.known == "restarted":
             del interest.asked[route]
             interest.crossed_out.add(route)
@@ -250,7 +251,7 @@ class InterestTable:
             interest.asked[route].known = wait.known
         if wait.known == "yes":
             interest.known_at = now
-        elif interest.ready is not None:
+        elif had_it:
             text = f"prefill instance {route.peer.instance_id} no longer has the request: was it restarted?"
             return self._fail(interest, TransferError(text), now)
         return []

@@ -469,9 +469,9 @@ def test_a_restarted_p_is_looked_up_again_and_asked_by_its_new_epoch(d: D) -> No
     assert interest.source is P1_AGAIN
 
 
-@pytest.mark.parametrize("state", [ready, pulling])
+@pytest.mark.parametrize("state", [promised, ready, pulling])
 @pytest.mark.parametrize("known", ["no", "other_prompt", "restarted"])
-def test_a_p_that_no_longer_has_what_it_offered_ends_the_request(
+def test_a_p_that_no_longer_has_what_it_had_ends_the_request(
     d: D, state: Callable[[D], Interest], known: str
 ) -> None:
     interest = state(d)
