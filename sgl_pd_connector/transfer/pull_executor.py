@@ -34,6 +34,10 @@ WINDOW = 4
 SHORTEST_NAP = 0.0001
 LONGEST_NAP = 0.001
 
+LINK_IDLE = 120.0
+"""Seconds after which an unused connection is given up. Its peer may be gone for good, and on the way there may be
+firewalls that forget connections in silence: the first transfer after that would wait for its deadline."""
+
 STOP_GRACE = 0.5
 """Seconds that arrays still arriving are given when this side stops."""
 
@@ -107,6 +111,8 @@ class PullExecutor:
         # Links on which something went wrong. New pulls do not get them; the transfers that still use one may well end
         # in success, so it is dropped after the last of them.
         self._retired: list[Link] = []
+        self._used: dict[Link, tuple[Peer, float]] = {}
+        self._next_idle_check = 0.0
         self._thread = threading.Thread(target=self._run, name="sgl-pd-pull", daemon=True)
         self._thread.start()
 
@@ -139,7 +145,7 @@ class PullExecutor:
         nap = SHORTEST_NAP
         while not self._stopping:
             if not self._jobs and not self._orphans and not self._submitted:
-                self._wake.wait()
+                self._wake.wait(LINK_IDLE / 4 if self._used else None)
             self._wake.clear()
             while self._submitted:
                 self._jobs.append(self._submitted.popleft())
@@ -147,6 +153,7 @@ class PullExecutor:
             for job in self._jobs:
                 progress |= self._guarded_advance(job)
             self._jobs = [job for job in self._jobs if not job.future.done()]
+            self._retire_idle(time.monotonic())
             self._drop_retired()
             progress |= self._drain_orphans()
             nap = SHORTEST_NAP if progress else min(2 * nap, LONGEST_NAP)
@@ -206,6 +213,7 @@ class PullExecutor:
         task, started = job.task, False
         if job.link is None and task.chunks:
             job.link = self._transport.link(task.peer)
+            self._used[job.link] = task.peer, time.monotonic()
         while job.next_chunk < len(task.chunks) and len(job.pulling) < WINDOW:
             index = job.next_chunk
             if not self._budget.take(task.nbytes[index]):
@@ -254,8 +262,20 @@ class PullExecutor:
 
     def _retire(self, peer: Peer, link: Link | None) -> None:
         if link is not None and link not in self._retired:
+            self._used.pop(link, None)
             self._transport.evict(peer, link)
             self._retired.append(link)
+
+    def _retire_idle(self, now: float) -> None:
+        if now < self._next_idle_check:
+            return
+        self._next_idle_check = now + LINK_IDLE / 4
+        busy = {job.link for job in self._jobs} | {orphan.link for orphan in self._orphans}
+        for link, (peer, used) in list(self._used.items()):
+            if link in busy:
+                self._used[link] = peer, now
+            elif now - used > LINK_IDLE:
+                self._retire(peer, link)
 
     def _drop_retired(self) -> None:
         for link in list(self._retired):

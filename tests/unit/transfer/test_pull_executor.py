@@ -398,3 +398,28 @@ def test_close_without_work_ends_the_thread() -> None:
     d = D()
     d.executor.close()
     assert not d.executor._thread.is_alive()
+
+
+def test_a_connection_that_nobody_used_for_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, d: D
+) -> None:
+    monkeypatch.setattr(pull_executor, "LINK_IDLE", 0.2)
+    _, future = d.start(1)
+    d.finish(future, [1])
+    [first] = d.transport.links
+    wait_until(lambda: first.dropped, "the idle connection dropped")
+    _, future = d.start(2)
+    d.finish(future, [2])
+    assert len(d.transport.links) == 2
+
+
+def test_a_connection_in_use_is_not_idle_however_slow_it_is(monkeypatch: pytest.MonkeyPatch, d: D) -> None:
+    monkeypatch.setattr(pull_executor, "LINK_IDLE", 0.1)
+    _, slow = d.start(1)
+    d.transport.arrays(1)
+    for uuid in (2, 3):
+        _, future = d.start(uuid, peer=P2)
+        d.finish(future, [uuid])
+        wait_until(lambda: d.transport.links[-1].dropped, "the other connection, which is idle, dropped")
+    assert not d.transport.links[0].dropped
+    d.finish(slow, [1])
