@@ -68,6 +68,7 @@ class EngineProcess:
         port: int = 0,
         seed: int | None = None,
         config: dict[str, Any] | None = None,
+        constants: dict[str, float] | None = None,
         spawn: bool = False,
     ) -> None:
         """Starts it; `ready` waits until it serves.
@@ -79,6 +80,7 @@ class EngineProcess:
             port: of a bootstrap process; 0 takes a free one.
             seed: fills the pools with random bytes; None with zeros.
             config: settings that differ from the defaults.
+            constants: of the package, as ``module.NAME``, that a test cannot wait for.
             spawn: whether it starts from nothing and ends like a program.
         """
         self.role = role
@@ -91,6 +93,7 @@ class EngineProcess:
             "port": port,
             "seed": seed,
             "config": {"bootstrap_port": 0} | (config or {}),
+            "constants": constants or {},
         }
         # Forked from a server that has imported everything, it starts in a fraction of the time. Spawned, it also ends
         # like any program, with the interpreter's own finalisation.
@@ -156,6 +159,16 @@ class EngineProcess:
 
     def resources(self) -> dict[str, int]:
         result: dict[str, int] = self._call("resources")
+        return result
+
+    def rss(self) -> int:
+        """Resident memory, in bytes."""
+        result: int = self._call("rss")
+        return result
+
+    def cut_transfers(self, spare: Sequence[int]) -> int:
+        """Breaks the process's TCP connections, but for those of its ports in ``spare``; returns how many."""
+        result: int = self._call("cut_transfers", spare=list(spare))
         return result
 
     def close_manager(self) -> None:

@@ -6,11 +6,15 @@ commands between steps, and steps whether or not there are any. It ends when the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import os
+import socket
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,7 +76,22 @@ class ToyRunner:
         ]
 
 
-class Engine:
+class Process:
+    """What every kind of process can be asked."""
+
+    def do_resources(self) -> dict[str, int]:
+        """What could leak: descriptors, Python's threads and the native ones."""
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "native_threads": len(os.listdir("/proc/self/task")),
+        }
+
+    def do_rss(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Engine(Process):
     """Carries out the commands; each ``do_NAME`` is one."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -143,19 +162,23 @@ class Engine:
     def do_records(self) -> list[dict[str, Any]]:
         return [record.as_dict() for record in self._manager.take_records()]
 
-    def do_resources(self) -> dict[str, int]:
-        """What could leak: descriptors, Python's threads and the native ones."""
-        return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
-            "native_threads": len(os.listdir("/proc/self/task")),
-        }
+    def do_cut_transfers(self, spare: list[int]) -> int:
+        cut = 0
+        for path in Path("/proc/self/fd").iterdir():
+            if not path.is_symlink() or not os.readlink(path).startswith("socket:"):
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as connection:
+                if connection.family is socket.AF_INET and connection.getsockname()[1] not in spare:
+                    connection.getpeername()  # not those that listen
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+        return cut
 
     def do_close(self) -> None:
         self._manager.close()
 
 
-class Bootstrap:
+class Bootstrap(Process):
     """The bootstrap server as a process of its own."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -175,6 +198,9 @@ class Bootstrap:
 
 def main(pipe: Connection, spec: dict[str, Any]) -> None:
     jax.config.update("jax_platforms", "cpu")
+    for constant, value in spec["constants"].items():
+        module, _, name = constant.rpartition(".")
+        setattr(importlib.import_module(module), name, value)
     process = Bootstrap(spec) if spec["role"] == "bootstrap" else Engine(spec)
     while True:
         if pipe.poll(STEP_S):
