@@ -249,6 +249,7 @@ def _serve_side_channel(pipe: Connection) -> None:
         budget=ByteBudget(1),
         codec=FrameCodec(None),
         address=Address("127.0.0.1", 0),
+        peer_timeout=10.0,
         offer_lifetime=60.0,
     )
     pipe.send(channel.zmq_addr)
