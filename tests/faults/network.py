@@ -26,6 +26,7 @@ class Network:
     """Owner of the event loop's thread."""
 
     def __init__(self) -> None:
+        self.listeners: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-network", daemon=True)
         self._thread.start()
@@ -35,14 +36,15 @@ class Network:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30.0)
 
     def close(self) -> None:
-        """Ends every connection."""
-        self.run(self._cancel_all())
+        """Ends everything that listens or is connected."""
+        self.run(self._end_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    @staticmethod
-    async def _cancel_all() -> None:
+    async def _end_all(self) -> None:
+        for listener in self.listeners:
+            listener.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -62,6 +64,12 @@ class Connection:
             if writer is not None:
                 writer.close()
 
+    async def wait_closed(self) -> None:
+        for writer in (self.client, self.server):
+            if writer is not None:
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+
 
 Pump = Callable[[Connection, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -79,8 +87,9 @@ class Proxy:
     async def _listen(self) -> str:
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._network.listeners.append(server)
+        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     def set(self, mode: Mode) -> Self:
         self._network.run(self._set(mode))
@@ -130,6 +139,7 @@ class Proxy:
         finally:
             self._connections.discard(connection)
             connection.close()
+            await connection.wait_closed()
 
     @staticmethod
     async def swallow(reader: asyncio.StreamReader) -> None:

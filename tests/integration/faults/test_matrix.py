@@ -31,7 +31,7 @@ def signed() -> Iterator[Matrix]:
         yield Matrix(scene)
 
 
-@pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.title)
+@pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.title)
 def test_every_request_ends_and_the_next_one_is_served(fault: Fault, request: pytest.FixtureRequest) -> None:
     matrix: Matrix = request.getfixturevalue("signed" if fault.signed else "plain")
     problems = {cell.state: cell.problems for cell in matrix.run(fault) if not cell.passed}
