@@ -123,7 +123,9 @@ def deployment(
         "prefill", port=p_port, directory=directory, settings={**shared, "bootstrap_port": bootstrap_port}
     )
     d = decode.server("decode", port=d_port, directory=directory, settings=shared)
-    with Fleet() as fleet, httpx.Client(timeout=REQUEST_SECONDS) as client:
+    # Connections are not kept: no test is to leave one behind.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with Fleet() as fleet, httpx.Client(timeout=REQUEST_SECONDS, limits=limits) as client:
         fleet.start(p, d)
         fleet.wait_ready([p, d], START_SECONDS)
         made = {
