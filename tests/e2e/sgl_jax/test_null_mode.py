@@ -19,6 +19,8 @@ from tests.e2e.sgl_jax.prompts import greedy, prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+# Its imports warn.
+IMPORTS_SGL_JAX = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LAUNCHER = "sgl_pd_connector.sgl_jax.launch_server"
 
 
@@ -51,6 +53,7 @@ def test_logits_are_bit_identical(tmp_path: Path) -> None:
     assert _logprobs(ours) == _logprobs(stock)
 
 
+@IMPORTS_SGL_JAX
 def test_wrong_settings_end_the_launcher_with_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     model = engine().model
     plain = ["--model-path", model, "--device", "cpu", "--disaggregation-mode", "decode"]
@@ -65,6 +68,7 @@ def test_wrong_settings_end_the_launcher_with_one_line(capfd: pytest.CaptureFixt
         assert "Traceback" not in error
 
 
+@IMPORTS_SGL_JAX
 def test_another_sgl_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compat.check_installed()
     monkeypatch.setattr(SchedulerSurface, "recv_requests", lambda self, timeout: [])
