@@ -155,7 +155,10 @@ def _measure(engine: VllmEngine, deployment: _Deployment, system: str, *, quick:
     return {
         "workloads": results,
         "programs_compiled_under_load": dict(Counter(name.split("-")[0] for name in new)),
-        "compiles_after_warmup": _gauges(deployment, "vllm:sgl_pd_compilations") - compilations,
+        # A program that another run has left in the cache is no new file, but our own counter sees it.
+        "compiles_after_warmup": max(
+            len(new), int(_gauges(deployment, "vllm:sgl_pd_compilations") - compilations)
+        ),
         "itl": _inter_token(engine, deployment, system, quick=quick),
     }
 
@@ -163,18 +166,20 @@ def _measure(engine: VllmEngine, deployment: _Deployment, system: str, *, quick:
 def _inter_token(
     engine: VllmEngine, deployment: _Deployment, system: str, *, quick: bool
 ) -> dict[str, dict[str, float]]:
-    """Gaps between tokens of requests that decode while others arrive.
+    """Gaps between tokens of requests that decode on D while others arrive.
 
-    ``alone``: nothing arrives. ``prefills``: P prefills what would arrive, and keeps it, so that on a machine that P
-    and D share both have the same work. ``transfers``: it arrives.
+    They are asked of D itself, so that no router stands between its steps and the clock. ``alone``: nothing arrives.
+    ``prefills``: P prefills what would arrive, and keeps it, so that on a machine that P and D share both have the same
+    work. ``transfers``: it arrives.
     """
-    url = deployment.fronts[system]
-    p = deployment.servers.get("prefill")
+    servers = deployment.servers
+    decodes, prefills = servers.get("decode") or servers["plain"], servers.get("prefill")
+    targets = {"alone": None, "prefills": prefills and prefills.url, "transfers": deployment.fronts[system]}
     found = {}
-    for name, target in (("alone", None), ("prefills", p.url if p else None), ("transfers", url)):
+    for name, target in targets.items():
         decoding, arriving = interleaved(quick, f"{system} {name}")
         with ThreadPoolExecutor(1, thread_name_prefix="bench-load") as background:
-            answers = background.submit(run_load, url, engine.model, decoding)
+            answers = background.submit(run_load, decodes.url, engine.model, decoding)
             if target is not None:
                 run_load(target, engine.model, arriving)
             found[name] = summary(answers.result())["itl_s"]

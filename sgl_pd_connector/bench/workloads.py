@@ -86,7 +86,7 @@ def warm_up(salt: str) -> list[Planned]:
 def interleaved(quick: bool, salt: str) -> tuple[list[Planned], list[Planned]]:
     """Requests that decode for long, and requests that arrive meanwhile."""
     rng = random.Random(f"interleaved {salt}")
-    tokens, count = (100, 8) if quick else (300, 24)
+    tokens, count = (500, 16) if quick else (900, 40)
     decoding = [Planned(0.0, _prompt(rng, 40), tokens) for _ in range(4)]
     lengths = [rng.randrange(100, 500) for _ in range(count)]
     arriving = [
