@@ -174,7 +174,11 @@ def _inter_token(
     """
     servers = deployment.servers
     decodes, prefills = servers.get("decode") or servers["plain"], servers.get("prefill")
-    targets = {"alone": None, "prefills": prefills and prefills.url, "transfers": deployment.fronts[system]}
+    targets = {
+        "alone": None,
+        "prefills": prefills.url if prefills is not None else None,
+        "transfers": deployment.fronts[system],
+    }
     found = {}
     for name, target in targets.items():
         decoding, arriving = interleaved(quick, f"{system} {name}")
