@@ -264,7 +264,7 @@ def _never(*_: object) -> Any:
 class _NoTransport:
     """For a P that offers nothing."""
 
-    register = release = link = evict = _never
+    register = release = link = _never
 
     def sweep(self) -> None:
         pass

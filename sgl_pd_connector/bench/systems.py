@@ -18,7 +18,7 @@ from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.bench.shapes import HandoffCase
 from sgl_pd_connector.config import load_config
 from sgl_pd_connector.transfer import JaxTransferKVManager, kv_args
-from sgl_pd_connector.transfer.engine import JaxTransferKVEngine
+from sgl_pd_connector.transfer.engine import JaxLink, JaxTransferKVEngine
 from sgl_pd_connector.transfer.transport import Peer
 
 CHANNELS = 4
@@ -129,6 +129,7 @@ class Raw:
         self._engine = JaxTransferKVEngine(
             host="127.0.0.1", port=0, channels=CHANNELS, transfer_size=TRANSFER_SIZE, serve=peer is None
         )
+        self._link: JaxLink | None = None
         if peer is None:
             self._array = jnp.zeros((case.nbytes,), jnp.uint8)
         else:
@@ -140,6 +141,7 @@ class Raw:
         return self._engine.transfer_addr
 
     def arm(self, number: int) -> None:
+        assert self._link is not None
         self._pulled = self._link.pull(number, [self._spec])
 
     def fire(self, number: int) -> None:
@@ -151,7 +153,9 @@ class Raw:
         self._pulled = []
 
     def close(self) -> None:
-        self._engine.close()
+        if self._link is not None:
+            self._link.cut()
+            self._link.close()
 
 
 class Tcp:

@@ -7,17 +7,17 @@ stands here, next to each line that exists because of it.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import logging
 import secrets
-import threading
 from collections.abc import Sequence
 
 import jax
 from jax.experimental import transfer
 
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.transfer.transport import Link, Peer
+from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.messages import MAX_UUID
 
@@ -45,20 +45,30 @@ class JaxLink:
 
     def pull(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         if self._connection is None:
-            raise RuntimeError("the connection was dropped after an error on it")
+            raise RuntimeError("the connection was cut after an error on it")
         return list(self._connection.pull(uuid, list(specs)))
 
-    def drop(self) -> None:
-        """Fails every pull still pending here and lets go of sockets, threads and receive buffers.
-
-        The order matters. Poisoned but kept, a connection wedges P for everybody; and deleting a server whose peer is
-        stalled freezes the whole process, unless its connections were poisoned before.
-        """
+    def cut(self) -> None:
+        # Poisoned but kept, a connection wedges P for everybody.
         connection, self._connection = self._connection, None
         if connection is not None:
             connection._poison_connection()  # type: ignore[attr-defined]
-            del connection
-            self._server = None
+            # Deleting the server while the peer is stopped in the middle of a message freezes the process, GIL held.
+            # Not even the interpreter's end may do that.
+            _keep_for_ever(self._server)
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            _release(server)
+
+
+def _keep_for_ever(thing: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _release(thing: object) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
 
 
 class JaxTransferKVEngine:
@@ -82,8 +92,6 @@ class JaxTransferKVEngine:
         self._channels = channels
         self._transfer_size = transfer_size
         self._client = jax.local_devices()[0].client
-        self._lock = threading.Lock()
-        self._links: dict[Peer, JaxLink] = {}
         self._server: transfer.TransferServer | None = None
         self.transfer_addr = ""
         if serve:
@@ -126,34 +134,4 @@ class JaxTransferKVEngine:
             self._server.await_pull(new_uuid(), [])
 
     def link(self, peer: Peer) -> JaxLink:
-        with self._lock:
-            link = self._links.get(peer)
-            if link is not None:
-                return link
-            # Whoever was there before at that address, or under that name, is gone.
-            gone = [
-                old
-                for old in self._links
-                if old.instance_id == peer.instance_id or old.transfer_addr == peer.transfer_addr
-            ]
-            dropped = [self._links.pop(old) for old in gone]
-        for old in dropped:
-            old.drop()
-        link = JaxLink(self._start_server(0), peer.transfer_addr)
-        with self._lock:
-            self._links[peer] = link
-        return link
-
-    def evict(self, peer: Peer, link: Link) -> None:
-        with self._lock:
-            if self._links.get(peer) is not link:
-                return
-            del self._links[peer]
-        logger.info("new connection to prefill instance %s at %s", peer.instance_id, peer.transfer_addr)
-
-    def close(self) -> None:
-        """Drops every connection. The native server of a prefill instance ends with the process."""
-        with self._lock:
-            links, self._links = list(self._links.values()), {}
-        for link in links:
-            link.drop()
+        return JaxLink(self._start_server(0), peer.transfer_addr)

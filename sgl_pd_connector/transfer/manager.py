@@ -229,8 +229,6 @@ class JaxTransferKVManager(BaseKVManager):
             self._decode.close()
         if self._prefill is not None:
             self._prefill.close()
-        if self._engine is not None:
-            self._engine.close()
         if self._bootstrap_server is not None:
             self._bootstrap_server.stop()
         if self._log is not None:

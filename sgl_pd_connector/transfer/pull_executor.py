@@ -22,6 +22,7 @@ from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError, TransferTimeoutError
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
+from sgl_pd_connector.transfer.links import Links
 from sgl_pd_connector.transfer.plan import PullChunk
 from sgl_pd_connector.transfer.pool import PoolWrite, PoolWriter
 from sgl_pd_connector.transfer.transport import Link, Peer, Transport
@@ -34,9 +35,8 @@ WINDOW = 4
 SHORTEST_NAP = 0.0001
 LONGEST_NAP = 0.001
 
-LINK_IDLE = 120.0
-"""Seconds after which an unused connection is given up. Its peer may be gone for good, and on the way there may be
-firewalls that forget connections in silence: the first transfer after that would wait for its deadline."""
+IDLE_CHECK = 30.0
+"""Seconds between looks for connections that nobody uses."""
 
 STOP_GRACE = 0.5
 """Seconds that arrays still arriving are given when this side stops."""
@@ -99,7 +99,6 @@ class PullExecutor:
             budget: bytes pulled and not yet written.
             orphan_timeout: how long arrays of an aborted transfer are waited for before the link is dropped.
         """
-        self._transport = transport
         self._writer = writer
         self._budget = budget
         self._orphan_timeout = orphan_timeout
@@ -108,10 +107,7 @@ class PullExecutor:
         self._stopping = False
         self._jobs: list[_Job] = []
         self._orphans: list[_Orphan] = []
-        # Links on which something went wrong. New pulls do not get them; the transfers that still use one may well end
-        # in success, so it is dropped after the last of them.
-        self._retired: list[Link] = []
-        self._used: dict[Link, tuple[Peer, float]] = {}
+        self._links = Links(transport)
         self._next_idle_check = 0.0
         self._thread = threading.Thread(target=self._run, name="sgl-pd-pull", daemon=True)
         self._thread.start()
@@ -145,7 +141,7 @@ class PullExecutor:
         nap = SHORTEST_NAP
         while not self._stopping:
             if not self._jobs and not self._orphans and not self._submitted:
-                self._wake.wait(LINK_IDLE / 4 if self._used else None)
+                self._wake.wait(IDLE_CHECK)
             self._wake.clear()
             while self._submitted:
                 self._jobs.append(self._submitted.popleft())
@@ -153,9 +149,8 @@ class PullExecutor:
             for job in self._jobs:
                 progress |= self._guarded_advance(job)
             self._jobs = [job for job in self._jobs if not job.future.done()]
-            self._retire_idle(time.monotonic())
-            self._drop_retired()
             progress |= self._drain_orphans()
+            self._tend_links()
             nap = SHORTEST_NAP if progress else min(2 * nap, LONGEST_NAP)
             if self._jobs or self._orphans:
                 self._wake.wait(nap)
@@ -204,6 +199,8 @@ class PullExecutor:
         ):
             if task.life.advance(KVPoll.Success, time.monotonic()):
                 job.future.set_result(None)
+                if job.link is not None:
+                    self._links.succeeded(task.peer, job.link)
             else:
                 self._abandon(job)
             return True
@@ -212,8 +209,7 @@ class PullExecutor:
     def _start_pulls(self, job: _Job) -> bool:
         task, started = job.task, False
         if job.link is None and task.chunks:
-            job.link = self._transport.link(task.peer)
-            self._used[job.link] = task.peer, time.monotonic()
+            job.link = self._links.get(task.peer, time.monotonic())
         while job.next_chunk < len(task.chunks) and len(job.pulling) < WINDOW:
             index = job.next_chunk
             if not self._budget.take(task.nbytes[index]):
@@ -249,48 +245,35 @@ class PullExecutor:
         pieces = [*job.pulling, *job.writing]
         job.pulling.clear()
         job.writing.clear()
-        give_up = time.monotonic() + self._orphan_timeout
+        # A peer that did not deliver in time is not waited for again.
+        patience = 0.0 if isinstance(error, TransferTimeoutError) else self._orphan_timeout
+        give_up = time.monotonic() + patience
         for piece in pieces:
             if job.link is None or not piece.arrays or _all_ready(piece.arrays):
                 self._budget.give(piece.nbytes)
-                continue
-            self._orphans.append(_Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
-            if isinstance(error, TransferTimeoutError):
-                # The peer did not deliver in time: the next request tries a new connection.
-                self._retire(job.task.peer, job.link)
+            else:
+                self._orphans.append(_Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
         job.future.set_exception(error)
 
     def _retire(self, peer: Peer, link: Link | None) -> None:
-        if link is not None and link not in self._retired:
-            self._used.pop(link, None)
-            self._transport.evict(peer, link)
-            self._retired.append(link)
+        if link is not None:
+            self._links.retire(peer, link)
 
-    def _retire_idle(self, now: float) -> None:
-        if now < self._next_idle_check:
-            return
-        self._next_idle_check = now + LINK_IDLE / 4
-        busy = {job.link for job in self._jobs} | {orphan.link for orphan in self._orphans}
-        for link, (peer, used) in list(self._used.items()):
-            if link in busy:
-                self._used[link] = peer, now
-            elif now - used > LINK_IDLE:
-                self._retire(peer, link)
-
-    def _drop_retired(self) -> None:
-        for link in list(self._retired):
-            if any(job.link is link for job in self._jobs):
-                continue
-            self._retired.remove(link)
-            try:
-                link.drop()
-            except Exception:
-                logger.exception("dropping a connection failed")
-            # Their memory goes with the link.
+    def _tend_links(self) -> None:
+        now = time.monotonic()
+        busy = {job.link for job in self._jobs if job.link is not None}
+        busy |= {orphan.link for orphan in self._orphans if now < orphan.give_up}
+        half_way = {orphan.link for orphan in self._orphans}
+        if now >= self._next_idle_check:
+            self._next_idle_check = now + IDLE_CHECK
+            self._links.retire_idle(busy, now)
+        cut = self._links.cut_unused(busy, half_way, now)
+        if cut:
+            # Their memory goes with the connection.
             for orphan in self._orphans:
-                if orphan.link is link:
+                if orphan.link in cut:
                     self._budget.give(orphan.nbytes)
-            self._orphans = [orphan for orphan in self._orphans if orphan.link is not link]
+            self._orphans = [orphan for orphan in self._orphans if orphan.link not in cut]
 
     def _drain_orphans(self) -> bool:
         if not self._orphans:
@@ -319,9 +302,10 @@ class PullExecutor:
             if not self._drain_orphans():
                 time.sleep(LONGEST_NAP)
         for orphan in self._orphans:
-            self._retire(orphan.peer, orphan.link)
+            orphan.give_up = 0.0
         self._jobs.clear()
-        self._drop_retired()
+        self._links.retire_all()
+        self._tend_links()
 
 
 def _all_ready(arrays: Sequence[Any]) -> bool:

@@ -30,8 +30,11 @@ class Link(Protocol):
         answer leaves them not ready for ever: the caller keeps a clock.
         """
 
-    def drop(self) -> None:
-        """Fails every pull still pending on it and lets go of what it holds. Last call on it."""
+    def cut(self) -> None:
+        """Fails every pull still pending on it. Nothing is pulled on it afterwards."""
+
+    def close(self) -> None:
+        """After `cut`: lets go of sockets and threads. May wait for a peer that stopped in the middle of a pull."""
 
 
 class Transport(Protocol):
@@ -47,7 +50,4 @@ class Transport(Protocol):
         """Makes expired offers go away; called about once a second."""
 
     def link(self, peer: Peer) -> Link:
-        """The connection to a peer, made on first use."""
-
-    def evict(self, peer: Peer, link: Link) -> None:
-        """After an error on it: the next `link` makes a new connection. Pulls under way go on until `Link.drop`."""
+        """A new connection to a peer."""

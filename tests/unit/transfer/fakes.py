@@ -47,23 +47,33 @@ class FakeLink:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.pulls: dict[int, list[FakeArray]] = {}
-        self.dropped = False
+        self.is_cut = False
+        self.is_closed = False
+        self.stuck = False
         self.pull_error: Exception | None = None
 
     def pull(self, uuid: int, specs: Sequence[Any]) -> list[Any]:
-        assert not self.dropped, "a dropped link is not used again"
+        assert not self.is_cut, "a link that was cut is not used again"
         if self.pull_error is not None:
             raise self.pull_error
         assert uuid not in self.pulls, "a uuid is pulled once"
         self.pulls[uuid] = [FakeArray() for _ in specs]
         return list(self.pulls[uuid])
 
-    def drop(self) -> None:
-        self.dropped = True
+    def cut(self) -> None:
+        assert not self.is_cut, "a link is cut once"
+        self.is_cut = True
         for arrays in self.pulls.values():
             for array in arrays:
                 if not array.is_ready():
-                    array.break_off("dropped")
+                    self.stuck = True
+                    array.break_off("cut")
+
+    def close(self) -> None:
+        assert self.is_cut
+        assert not self.is_closed, "a link is closed once"
+        assert not self.stuck, "that would freeze the process"
+        self.is_closed = True
 
 
 class FakeTransport:
@@ -71,20 +81,16 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.links: list[FakeLink] = []
-        self._current: dict[Peer, FakeLink] = {}
+        self.pull_error: Exception | None = None
         self.link_error: Exception | None = None
 
     def link(self, peer: Peer) -> FakeLink:
         if self.link_error is not None:
             raise self.link_error
-        if peer not in self._current:
-            self._current[peer] = FakeLink(peer)
-            self.links.append(self._current[peer])
-        return self._current[peer]
-
-    def evict(self, peer: Peer, link: Any) -> None:
-        if self._current.get(peer) is link:
-            del self._current[peer]
+        link = FakeLink(peer)
+        link.pull_error = self.pull_error
+        self.links.append(link)
+        return link
 
     def register(self, uuid: int, buffers: Sequence[Any], lifetime: float) -> None:
         raise AssertionError("a decode instance registers nothing")

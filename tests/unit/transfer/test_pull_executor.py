@@ -14,7 +14,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import TransferAbortedError, TransferError, TransferTimeoutError
-from sgl_pd_connector.transfer import pull_executor
+from sgl_pd_connector.transfer import links, pull_executor
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.plan import PullChunk
@@ -169,7 +169,19 @@ def test_after_an_error_the_next_transfer_gets_a_new_connection(d: D) -> None:
     assert isinstance(future.exception(20), TransferError)
     _, again = d.start(2)
     d.finish(again, [2])
-    assert [link.dropped for link in d.transport.links] == [True, False]
+    assert [link.is_cut for link in d.transport.links] == [True, False]
+
+
+def test_after_an_error_what_else_was_under_way_is_waited_for(d: D) -> None:
+    _, future = d.start(1, 2)
+    d.transport.arrays(2)
+    for array in d.transport.arrays(1):
+        array.break_off()
+    assert isinstance(future.exception(20), TransferError)
+    d.let_it_run()
+    assert not d.transport.links[0].is_cut
+    d.transport.arrive(2)
+    wait_until(lambda: d.transport.links[0].is_closed)
 
 
 def test_an_error_of_one_transfer_does_not_touch_the_others_on_the_same_connection(d: D) -> None:
@@ -181,9 +193,9 @@ def test_an_error_of_one_transfer_does_not_touch_the_others_on_the_same_connecti
     assert broken.exception(20) is not None
     d.let_it_run()
     link = d.transport.links[0]
-    assert not link.dropped
+    assert not link.is_cut
     d.finish(healthy, [1, 2])
-    wait_until(lambda: link.dropped, "the connection is dropped after its last transfer")
+    wait_until(lambda: link.is_cut, "the connection is dropped after its last transfer")
 
 
 @pytest.mark.parametrize("where", ["link", "pull"])
@@ -193,12 +205,12 @@ def test_a_pull_that_cannot_be_started_fails_alone(
     if where == "link":
         d.transport.link_error = RuntimeError("no more sockets")
     else:
-        d.transport.link(P1).pull_error = RuntimeError("no more sockets")
+        d.transport.pull_error = RuntimeError("no more sockets")
     task, future = d.start(1)
     with pytest.raises(TransferError, match="no more sockets"):
         future.result(20)
     assert task.life.state is KVPoll.Failed
-    d.transport.link_error = None
+    d.transport.link_error = d.transport.pull_error = None
     _, again = d.start(2)
     d.finish(again, [2])
     assert "pull from 10.0.0.1:1 failed" in caplog.text
@@ -247,7 +259,7 @@ def test_arrays_still_arriving_are_kept_and_counted_until_they_are_there(d: D) -
     d.transport.arrays(2)[1].break_off()
     wait_until(lambda: d.executor.in_flight == 0)
     assert d.budget.held == 0
-    assert not d.transport.links[0].dropped, "an abort is no reason to disturb a connection"
+    assert not d.transport.links[0].is_cut, "an abort is no reason to disturb a connection"
 
 
 def test_leftovers_that_never_arrive_are_given_up_with_the_connection() -> None:
@@ -257,7 +269,7 @@ def test_leftovers_that_never_arrive_are_given_up_with_the_connection() -> None:
     task.life.fail(GONE, 0.0)
     assert future.exception(20) is GONE
     wait_until(lambda: d.budget.held == 0)
-    assert d.transport.links[0].dropped
+    assert d.transport.links[0].is_cut
     d.executor.close()
 
 
@@ -284,7 +296,8 @@ def test_a_timeout_drops_the_connection_and_gives_the_bytes_back(d: D) -> None:
     task.life.fail(LATE, 0.0)
     assert future.exception(20) is LATE
     wait_until(lambda: d.budget.held == 0)
-    assert d.transport.links[0].dropped
+    assert d.transport.links[0].is_cut
+    d.transport.links[0].stuck = False
     _, again = d.start(3)
     d.finish(again, [3])
 
@@ -296,8 +309,48 @@ def test_a_timeout_of_one_transfer_leaves_the_others_on_the_connection_their_tim
     task.life.fail(LATE, 0.0)
     assert late.exception(20) is LATE
     d.finish(healthy, [1])
-    wait_until(lambda: d.transport.links[0].dropped)
+    wait_until(lambda: d.transport.links[0].is_cut)
     wait_until(lambda: d.budget.held == 0)
+
+
+def test_the_connection_to_a_stalled_peer_is_closed_only_when_the_peer_is_heard_again(d: D) -> None:
+    # Closing it before would freeze the process.
+    task, late = d.start(1)
+    d.transport.arrays(1)
+    task.life.fail(LATE, 0.0)
+    assert late.exception(20) is LATE
+    wait_until(lambda: d.transport.links[0].is_cut)
+    _, other = d.start(2, peer=P2)
+    d.finish(other, [2])
+    d.let_it_run()
+    assert not d.transport.links[0].is_closed
+    d.transport.links[0].stuck = False
+    _, again = d.start(3)
+    d.finish(again, [3])
+    wait_until(lambda: d.transport.links[0].is_closed)
+
+
+def test_a_transfer_that_had_arrived_before_the_stall_is_no_sign_of_life(d: D) -> None:
+    _, arrived = d.start(1)
+    d.transport.arrive(1)
+    wait_until(lambda: d.writer.queued)
+    task, late = d.start(2)
+    d.transport.arrays(2)
+    task.life.fail(LATE, 0.0)
+    assert late.exception(20) is LATE
+    d.writer.write_all(1)
+    arrived.result(20)
+    wait_until(lambda: d.transport.links[0].is_cut)
+    assert not d.transport.links[0].is_closed
+
+
+def test_a_restarted_peer_gets_a_new_connection_and_the_old_one_is_dropped(d: D) -> None:
+    _, before = d.start(1)
+    d.finish(before, [1])
+    _, after = d.start(2, peer=P1._replace(epoch=2, transfer_addr="10.0.0.1:9"))
+    d.finish(after, [2])
+    wait_until(lambda: d.transport.links[0].is_closed)
+    assert not d.transport.links[1].is_cut
 
 
 # Many at once.
@@ -312,7 +365,7 @@ def test_a_stalled_peer_holds_up_nobody_else(d: D) -> None:
     assert not stalled_future.done()
     stalled.life.fail(LATE, 0.0)
     assert stalled_future.exception(20) is LATE
-    assert [link.dropped for link in d.transport.links] == [True, False]
+    assert [link.is_cut for link in d.transport.links] == [True, False]
 
 
 def test_above_the_budget_pulls_wait() -> None:
@@ -378,7 +431,7 @@ def test_close_aborts_what_is_stuck_and_drops_its_connection(monkeypatch: pytest
     for ended in (future, other):
         assert isinstance(ended.exception(0), TransferAbortedError)
     assert task.life.state is KVPoll.Failed
-    assert [link.dropped for link in d.transport.links] == [True, False]
+    assert [link.is_closed for link in d.transport.links] == [False, True], "one is stuck"
     assert (d.budget.held, d.executor.in_flight) == (0, 0)
     d.executor.close()
 
@@ -390,7 +443,7 @@ def test_close_lets_arrive_what_is_about_to(monkeypatch: pytest.MonkeyPatch) -> 
     arrays = d.transport.arrays(1)
     future.add_done_callback(lambda _: [array.arrive() for array in arrays])
     d.executor.close()
-    assert not d.transport.links[0].dropped
+    assert d.transport.links[0].is_closed
     assert d.budget.held == 0
 
 
@@ -403,23 +456,25 @@ def test_close_without_work_ends_the_thread() -> None:
 def test_a_connection_that_nobody_used_for_long_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch, d: D
 ) -> None:
-    monkeypatch.setattr(pull_executor, "LINK_IDLE", 0.2)
+    monkeypatch.setattr(links, "LINK_IDLE", 0.2)
+    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.05)
     _, future = d.start(1)
     d.finish(future, [1])
     [first] = d.transport.links
-    wait_until(lambda: first.dropped, "the idle connection dropped")
+    wait_until(lambda: first.is_cut, "the idle connection dropped")
     _, future = d.start(2)
     d.finish(future, [2])
     assert len(d.transport.links) == 2
 
 
 def test_a_connection_in_use_is_not_idle_however_slow_it_is(monkeypatch: pytest.MonkeyPatch, d: D) -> None:
-    monkeypatch.setattr(pull_executor, "LINK_IDLE", 0.1)
+    monkeypatch.setattr(links, "LINK_IDLE", 0.1)
+    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.05)
     _, slow = d.start(1)
     d.transport.arrays(1)
     for uuid in (2, 3):
         _, future = d.start(uuid, peer=P2)
         d.finish(future, [uuid])
-        wait_until(lambda: d.transport.links[-1].dropped, "the other connection, which is idle, dropped")
-    assert not d.transport.links[0].dropped
+        wait_until(lambda: d.transport.links[-1].is_cut, "the other connection, which is idle, dropped")
+    assert not d.transport.links[0].is_cut
     d.finish(slow, [1])
