@@ -318,9 +318,9 @@ class EnginePair:
         """Another P."""
         return EngineProcess("prefill", self.pool, bootstrap=bootstrap, seed=1, config=self.p_config | config)
 
-    def new_d(self, **config: Any) -> EngineProcess:
+    def new_d(self, *, spawn: bool = False, **config: Any) -> EngineProcess:
         """Another D; it is told each request's bootstrap server."""
-        return EngineProcess("decode", self.pool, config=self.d_config | config)
+        return EngineProcess("decode", self.pool, config=self.d_config | config, spawn=spawn)
 
     def restart_p(self, **config: Any) -> EngineProcess:
         """Replaces P by a new one that registers at the same bootstrap server."""
@@ -335,8 +335,8 @@ class EnginePair:
         self.bootstrap = self._started(EngineProcess("bootstrap", port=port)).ready()
         return self.bootstrap
 
-    def restart_d(self, **config: Any) -> EngineProcess:
-        self.d = self._started(self.new_d(**config)).ready()
+    def restart_d(self, *, spawn: bool = False, **config: Any) -> EngineProcess:
+        self.d = self._started(self.new_d(spawn=spawn, **config)).ready()
         return self.d
 
     def request(

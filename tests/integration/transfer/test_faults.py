@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.support.engine_pair import EnginePair, Moved, Transfer
+from tests.support.engine_pair import EnginePair, Moved, ToyPool, Transfer
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -246,3 +247,41 @@ def test_nothing_grows_over_many_requests_aborts_and_peers(faulty: EnginePair) -
         return all(now[key] <= then[key] for now, then in zip(after, before, strict=True) for key in then)
 
     eventually(at_baseline, f"descriptors and threads as before: {before}", 20.0)
+
+
+@pytest.fixture
+def heavy() -> Iterator[EnginePair]:
+    """Prompts of 120 MB, of which a transfer can be stopped in the middle of a message."""
+    pool = ToyPool(num_layers=16, page_size=64, token_shape=(8, 128))
+    with EnginePair(pool, p_config=DEADLINES, d_config=DEADLINES | {"max_pulled_bytes": 512 << 20}) as pair:
+        yield pair
+
+
+def test_p_that_is_frozen_in_the_middle_of_a_message_does_not_freeze_d(heavy: EnginePair) -> None:
+    # The native server's destructor would wait for P, holding the GIL.
+    for delay in (0.01, 0.03, 0.05):
+        moved = heavy.request(64 * 60)
+        moved.sender.send(moved.p_pages)
+        moved.receiver.wait("WaitingForInput")
+        moved.receiver.receive(moved.d_pages)
+        time.sleep(delay)  # anywhere in the transfer
+        heavy.p.stop()
+        moved.receiver.wait("Failed", "Success", within=IN_TIME)
+        heavy.d.fill([0], 1)
+        heavy.p.resume()
+        heavy.request(64 * 60).finish()
+    assert heavy.d.stats()["pulled_bytes"] == 0
+
+
+def test_d_ends_like_a_program_while_p_is_frozen_in_the_middle_of_a_message(heavy: EnginePair) -> None:
+    heavy.d.close()
+    heavy.restart_d(spawn=True)
+    moved = heavy.request(64 * 60)
+    moved.sender.send(moved.p_pages)
+    moved.receiver.wait("WaitingForInput")
+    moved.receiver.receive(moved.d_pages)
+    time.sleep(0.03)
+    heavy.p.stop()
+    assert heavy.d.close() == 0
+    heavy.p.resume()
+    moved.sender.wait("Failed", "Success", within=IN_TIME)
