@@ -226,6 +226,10 @@ class Transfer:
     def abort(self, reason: str = "client gone") -> None:
         self.process._call("abort", name=self.name, reason=reason)
 
+    def forget(self) -> None:
+        """Drops it, as an engine drops what is over."""
+        self.process._call("forget", name=self.name)
+
     def poll(self) -> dict[str, Any]:
         result: dict[str, Any] = self.process._call("poll", name=self.name)
         return result

@@ -9,7 +9,6 @@ import pytest
 from tests.faults.kinds import Fault, faults
 from tests.faults.matrix import Matrix
 from tests.faults.scene import SECRET, Scene
-from tests.support.engine_pair import start_fork_server
 
 pytestmark = [
     pytest.mark.integration,
@@ -18,15 +17,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Matrix]:
-    start_fork_server()
+def plain(fork_server: None) -> Iterator[Matrix]:
     with Scene() as scene:
         yield Matrix(scene)
 
 
 @pytest.fixture(scope="module")
-def signed() -> Iterator[Matrix]:
-    start_fork_server()
+def signed(fork_server: None) -> Iterator[Matrix]:
     with Scene(secret=SECRET) as scene:
         yield Matrix(scene)
 

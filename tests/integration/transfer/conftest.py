@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engine_pair import EnginePair, start_fork_server
+from tests.support.engine_pair import EnginePair
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server() -> None:
-    start_fork_server()
+def _processes(fork_server: None) -> None:
+    """Every test here starts some."""
 
 
 @pytest.fixture(scope="module")
