@@ -31,13 +31,14 @@ class ChunkPlanner:
         return plan_groups(self.layout.num_layers, pages * self.layout.layer_page_bytes, self.chunk_bytes)
 
     def chunks(self, num_pages: int) -> tuple[Chunk, ...]:
-        chunks = plan_chunks(num_pages, self.max_chunk_pages)
-        if len(chunks) > msg.MAX_CHUNKS:
+        # Counted before they are made: the number may be a peer's.
+        count = num_pages // self.max_chunk_pages + (num_pages % self.max_chunk_pages).bit_count()
+        if count > msg.MAX_CHUNKS:
             raise TransferError(
-                f"{num_pages} pages are {len(chunks)} chunks, at most {msg.MAX_CHUNKS} are possible "
+                f"{num_pages} pages are {count} chunks, at most {msg.MAX_CHUNKS} are possible "
                 f"(setting max_chunk_pages = {self.max_chunk_pages})"
             )
-        return chunks
+        return plan_chunks(num_pages, self.max_chunk_pages)
 
     def ready(
         self, room: int, attempt: int, num_tokens: int, chunks: Sequence[Chunk], uuids: Sequence[int]

@@ -62,6 +62,8 @@ def test_a_prompt_of_too_many_chunks_is_refused_with_the_setting() -> None:
     assert len(planner.chunks(msg.MAX_CHUNKS)) == msg.MAX_CHUNKS
     with pytest.raises(TransferError, match=r"10001 chunks, at most 10000 .*max_chunk_pages = 1"):
         planner.chunks(msg.MAX_CHUNKS + 1)
+    with pytest.raises(TransferError, match="chunks, at most"):
+        PLANNER.check(ready(200).model_copy(update={"num_tokens": 2**60}), None)
 
 
 @pytest.mark.parametrize(
