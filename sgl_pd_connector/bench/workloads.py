@@ -36,10 +36,13 @@ def fixed(quick: bool, salt: str) -> list[Planned]:
 
 
 def mixed(quick: bool, salt: str) -> list[Planned]:
-    """Every length new, and every number of pages: what recompilation costs."""
+    """Every length new, and every number of pages: what recompilation costs.
+
+    They come faster than a server that compiles can answer, or requests/s would be the rate of arrival.
+    """
     count, rng = 24 if quick else 48, random.Random("mixed")
     lengths = [16 * pages + rng.randrange(1, 16) for pages in rng.sample(range(6, 58), count)]
-    return _plan(f"mixed {salt}", lengths, _evenly(count, 0.35))
+    return _plan(f"mixed {salt}", lengths, _evenly(count, 0.12))
 
 
 def long(quick: bool, salt: str) -> list[Planned]:
