@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer
+import typer.core
+import typer.main
 
 from sgl_pd_connector.cli.main import app
 from sgl_pd_connector.config import ConnectorConfig, load_config
@@ -68,7 +68,7 @@ def check_command(words: list[str]) -> None:
     program = words[0]
     if program == "sgl-pd":
         group = typer.main.get_command(app)
-        assert isinstance(group, click.Group) or hasattr(group, "commands")
+        assert isinstance(group, typer.core.TyperGroup)
         subcommand = group.commands[words[1]]
         subcommand.make_context(words[1], words[2:]).close()
     elif program.startswith(("scripts/", "examples/")):
@@ -140,3 +140,14 @@ def test_the_table_of_settings_is_the_codes() -> None:
 def test_the_navigation_names_every_page() -> None:
     listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {page.name for page in PAGES[1:]}
+
+
+def test_the_demo_script_tells_the_commands_options() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    options = {name for param in group.commands["demo"].params for name in param.opts}
+    told = subprocess.run(
+        [ROOT / "scripts" / "demo", "-h"], capture_output=True, text=True, check=True
+    ).stdout
+    assert options
+    assert not [name for name in options if name not in told]
