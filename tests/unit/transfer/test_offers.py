@@ -402,6 +402,7 @@ def test_a_request_that_is_tried_again_is_met(p: P) -> None:
     p.do(p.table.abort(p.add(), "preempted", p.now))
     p.add()
     assert only(p.subscribe()).known == "yes"
+    assert only(p.subscribe(attempt=2)).known == "other_prompt", "the old reason is history"
 
 
 def test_reasons_are_not_kept_for_ever(p: P, monkeypatch: pytest.MonkeyPatch) -> None:
