@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sgl_pd_connector.sgl_jax import compat, repairs
@@ -110,6 +111,12 @@ class DisaggregationSchedulerMixin(_Scheduler):
         if count := self._num_transfers():
             return False, f"Cache not flushed because there are {count} KV transfers."
         return super()._can_flush_cache()
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        """``/get_server_info`` says how transfers stand, too."""
+        out = super().get_internal_state(recv_req)
+        out.internal_state["kv_transfers"] = asdict(self.kv_manager.stats())
+        return out
 
     def stream_output(self, reqs: list[Any], *args: Any, **kwargs: Any) -> None:
         super().stream_output(list(self._answerable(reqs)), *args, **kwargs)

@@ -28,14 +28,18 @@ SETTINGS: dict[str, Any] = {"lease": 12.0, "bootstrap_timeout": 8.0}
 
 
 def engine(
-    *extra_args: str, environment: Mapping[str, str] | None = None, overlap: bool = False
+    *extra_args: str,
+    environment: Mapping[str, str] | None = None,
+    overlap: bool = False,
+    page_size: int = PAGE,
 ) -> SglJaxEngine:
     """sgl-jax with a tiny random model, and further flags."""
     made = ENGINES["sgl-jax"](None)
     assert isinstance(made, SglJaxEngine)
-    made.overlap = overlap
     return replace(
         made,
+        overlap=overlap,
+        page_size=page_size,
         extra_args=[*made.extra_args, *extra_args],
         environment={**made.environment, **(environment or {})},
     )

@@ -24,8 +24,13 @@ def test_prompts_of_every_length_around_a_page(pair: Deployment, router: Server,
 
 
 def test_the_kv_is_received_not_recomputed(pair: Deployment, lb: Server) -> None:
+    before = pair.state(pair.decode)["kv_transfers"]
     text = prompt(3 * PAGE + 1, seed=1)
     pair.answer(lb, "/generate", {"text": text, "sampling_params": greedy()})
+    after = pair.state(pair.decode)["kv_transfers"]
+    assert (after["ok"] - before["ok"], after["pages"] - before["pages"]) == (1, 3)
+    # No length of prompt compiles anything of ours after the start.
+    assert after["compilations"] == before["compilations"]
     # What D extends by is in its log: one token, padded to a page, on top of what it received.
     pair.wait_for_log(pair.decode, f"#new-token: {PAGE}, #cached-token: {3 * PAGE}")
 

@@ -81,12 +81,12 @@ def test_a_retracted_request_is_recomputed(other: Deployment) -> None:
 
 @pytest.fixture(scope="module")
 def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The overlap schedule on both; D answers with an error when a transfer fails."""
+    """The overlap schedule and pages of one token, sgl-jax's defaults, on both; a failed transfer is an error."""
     policy = ("--disaggregation-failure-policy", "fail")
     with deployment(
         tmp_path_factory.mktemp("overlap"),
-        prefill=engine(*policy, overlap=True),
-        decode=engine(*policy, overlap=True),
+        prefill=engine(*policy, overlap=True, page_size=1),
+        decode=engine(*policy, overlap=True, page_size=1),
         routers=("mini_lb", "rust"),
     ) as running:
         yield running
