@@ -101,8 +101,12 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
         return True
 
     def _has_other_work(self) -> bool:
-        pulling = any(receiving.reservation is not None for receiving in self._recv_queue)
-        return bool(pulling or self._received or self.waiting_queue or not self.running_batch.is_empty())
+        busy = self._pulls() or self._received or self.waiting_queue
+        return bool(busy) or not self.running_batch.is_empty()
+
+    def _pulls(self) -> bool:
+        """Whether pages are being written that will be free, or a request's, in a while."""
+        return any(receiving.reservation is not None for receiving in self._recv_queue)
 
     def _handle_recv_complete(self, receiving: Receiving) -> None:
         """The prompt's KV is in the pool: the request may run."""
@@ -132,7 +136,12 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
             for req in compat.batch_requests(batch):
                 if receiving := self._received.pop(id(req), None):
                     self._settle(receiving)
-        elif self._received and self.running_batch.is_empty() and not any(self.chunked_reqs):
+        elif (
+            self._received
+            and self.running_batch.is_empty()
+            and not any(self.chunked_reqs)
+            and not self._pulls()
+        ):
             # Nothing runs and nothing can be admitted: received prompts stand in each other's way.
             self._recompute_newest()
         return batch

@@ -220,7 +220,15 @@ def test_waiting_requests_give_their_pages_to_running_ones() -> None:
 
 def test_received_requests_that_block_each_other_are_recomputed_one_by_one() -> None:
     scheduler = Scheduler()
-    first, _ = receive(scheduler, "first"), receive(scheduler, "second")
+    first, second = receive(scheduler, "first"), receive(scheduler, "second")
+    _, pulled = arrive(scheduler, "pulled")
+    pulled.state = KVPoll.WaitingForInput
+    scheduler._poll_transfers()
+    assert scheduler.get_new_batch_prefill() is None
+    # The pull ends by itself; only then is something given up.
+    assert list(scheduler._received) == [id(first), id(second)]
+    pulled.fail("P is gone")
+    scheduler._poll_transfers()
     assert scheduler.get_new_batch_prefill() is None
     assert list(scheduler._received) == [id(first)]
 
