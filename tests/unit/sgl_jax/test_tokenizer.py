@@ -37,7 +37,8 @@ class FakeTokenizerManager:
     def _create_tokenized_object(self, obj: Any, text: str, input_ids: list[int], mm: Any = None) -> Any:
         params = SimpleNamespace(max_new_tokens=50, min_new_tokens=9, **dict.fromkeys(GRAMMARS, "some"))
         logprobs = {"return_logprob": obj.return_logprob, "return_output_logprob_only": False}
-        return SimpleNamespace(**{**dict.fromkeys(ROUTED), **logprobs}, sampling_params=params)
+        routed = {name: getattr(obj, name) for name in ROUTED}
+        return SimpleNamespace(**routed, **logprobs, sampling_params=params)
 
     def _send_one_request(self, obj: Any, tokenized_obj: Any, created_time: Any = None) -> Any:
         return SimpleNamespace()
