@@ -127,7 +127,12 @@ class Raw:
 
     def __init__(self, case: HandoffCase, pools: Pools, peer: Any) -> None:
         self._engine = JaxTransferKVEngine(
-            host="127.0.0.1", port=0, channels=CHANNELS, transfer_size=TRANSFER_SIZE, serve=peer is None
+            host="127.0.0.1",
+            port=0,
+            channels=CHANNELS,
+            transfer_size=TRANSFER_SIZE,
+            serve=peer is None,
+            stall_timeout=60.0,
         )
         self._link: JaxLink | None = None
         if peer is None:

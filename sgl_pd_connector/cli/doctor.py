@@ -156,6 +156,7 @@ def check_transfer(config: ConnectorConfig) -> Iterator[Finding]:
         "port": 0,
         "channels": config.transfer_channels,
         "transfer_size": config.transfer_size,
+        "stall_timeout": config.peer_timeout,
     }
     server = JaxTransferKVEngine(**shape, serve=True)  # type: ignore[arg-type]
     client = JaxTransferKVEngine(**shape, serve=False)  # type: ignore[arg-type]

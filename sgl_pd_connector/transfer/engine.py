@@ -11,12 +11,14 @@ import ctypes
 import datetime
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 
 import jax
 from jax.experimental import transfer
 
 from sgl_pd_connector.errors import ConfigError
+from sgl_pd_connector.transfer.stalled import StallWatch, listening_ports
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.messages import MAX_UUID
@@ -75,10 +77,12 @@ class JaxTransferKVEngine:
     """One native server for offers (P), one native server per peer for pulls (D).
 
     Owner of all native objects of the process. `register`, `release` and `sweep` are called by P's channel thread,
-    `link` and `evict` by D's pull thread only; the lock guards the table of links against `close`.
+    `link` by D's pull thread only.
     """
 
-    def __init__(self, *, host: str, port: int, channels: int, transfer_size: int, serve: bool) -> None:
+    def __init__(
+        self, *, host: str, port: int, channels: int, transfer_size: int, serve: bool, stall_timeout: float
+    ) -> None:
         """Starts the native server if ``serve``.
 
         Args:
@@ -87,6 +91,7 @@ class JaxTransferKVEngine:
                 so a fixed one must really be free.
             channels: TCP connections per peer; equal on both sides, or the native code aborts.
             transfer_size: bytes per message; equal on both sides, or pulls hang.
+            stall_timeout: seconds after which a peer that takes nothing of what is sent to it is cut off.
         """
         self._host = host
         self._channels = channels
@@ -95,7 +100,9 @@ class JaxTransferKVEngine:
         self._server: transfer.TransferServer | None = None
         self.transfer_addr = ""
         if serve:
+            others = listening_ports()
             self._server = self._start_server(port)
+            self._stalls = StallWatch(listening_ports() - others, stall_timeout)
             bound = Address.parse(self._server.address(), setting="the native transfer server's address")
             self.transfer_addr = str(Address.of(host, bound.port, setting="host"))
 
@@ -132,6 +139,7 @@ class JaxTransferKVEngine:
         # Expiry happens only when the server next handles an offer or a pull: so offer nothing, once in a while.
         if self._server is not None:
             self._server.await_pull(new_uuid(), [])
+            self._stalls.look(time.monotonic())
 
     def link(self, peer: Peer) -> JaxLink:
         return JaxLink(self._start_server(0), peer.transfer_addr)

@@ -98,6 +98,7 @@ class JaxTransferKVManager(BaseKVManager):
                 channels=config.transfer_channels,
                 transfer_size=config.transfer_size,
                 serve=role == "prefill",
+                stall_timeout=config.peer_timeout,
             )
             if role == "prefill":
                 address = replace(host, port=config.side_channel_port)

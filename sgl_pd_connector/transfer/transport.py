@@ -47,7 +47,7 @@ class Transport(Protocol):
         """Takes an offer back and lets its buffers go. Harmless if it was fetched already."""
 
     def sweep(self) -> None:
-        """Makes expired offers go away; called about once a second."""
+        """Makes expired offers and peers that take nothing go away; called about once a second."""
 
     def link(self, peer: Peer) -> Link:
         """A new connection to a peer."""
