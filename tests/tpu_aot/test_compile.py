@@ -39,7 +39,9 @@ def test_gather_and_scatter_need_no_memory_but_their_results(topology: str) -> N
         if function == "multi_layer_copy":
             continue  # recorded beside ours, not ours to judge
         assert "error" not in row, where
-        assert row["temp"] == 0, where
-        assert row["calls"] == 1, where
         # The last dimension may be padded to whole tiles in memory: more than the pool's bytes, never fewer.
         assert row["alias"] >= row["pools"] if function == "scatter" else row["alias"] == 0, where
+        if row["kernel"]:
+            assert (row["calls"], row["temp"]) == (1, 0), where
+        else:
+            assert row["calls"] == 0, where
