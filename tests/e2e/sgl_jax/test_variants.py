@@ -80,6 +80,24 @@ def test_a_retracted_request_is_recomputed(other: Deployment) -> None:
 
 
 @pytest.fixture(scope="module")
+def two_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """Tensor parallelism over two devices, which the CPU backend pretends to have: each page is split over both."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    split = engine("--tp-size", "2", environment=flags)
+    with deployment(tmp_path_factory.mktemp("devices"), prefill=split, decode=split) as running:
+        yield running
+
+
+@pytest.mark.parametrize("length", [PAGE + 1, 100])
+def test_pages_that_are_split_over_devices(two_devices: Deployment, length: int) -> None:
+    text = prompt(length, seed=68)
+    assert ask(two_devices, text) == two_devices.model.greedy(text, 8).tokens
+    two_devices.wait_settled()
+    assert two_devices.state(two_devices.decode)["kv_transfers"]["ok"] >= 1
+    assert "tp_size=2" in two_devices.decode.log.read_text()
+
+
+@pytest.fixture(scope="module")
 def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The overlap schedule and pages of one token, sgl-jax's defaults, on both; a failed transfer is an error."""
     policy = ("--disaggregation-failure-policy", "fail")
