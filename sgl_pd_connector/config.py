@@ -82,7 +82,7 @@ class ConnectorConfig(BaseModel):
     )
     transfer_size: Bytes = Field(16 << 20, description="Bytes per message on them. Must be equal on P and D.")
     chunk_bytes: Bytes = Field(
-        2 << 20, description="Size aimed at for one buffer on the wire. Decided by P, D follows."
+        2 << 20, description="Size aimed at for one buffer on the wire. Must be equal on P and D."
     )
     max_chunk_pages: int = Field(64, ge=1, le=4096, description="Largest chunk in pages; a power of two.")
 
