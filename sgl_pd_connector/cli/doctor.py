@@ -41,6 +41,10 @@ class Finding(NamedTuple):
     text: str
 
 
+def _host(config: ConnectorConfig) -> Address:
+    return Address.of(config.host, 0, setting="host").resolved(setting="host")
+
+
 def check_versions(installed: Callable[[str], str] = importlib.metadata.version) -> Iterator[Finding]:
     """Packages whose internals this one leans on, beside the versions it was tested with."""
     for package, known in KNOWN_VERSIONS.items():
@@ -60,7 +64,7 @@ def check_versions(installed: Callable[[str], str] = importlib.metadata.version)
 
 def check_exposure(config: ConnectorConfig) -> Iterator[Finding]:
     """Who can reach what this instance binds, and what protects it."""
-    host = Address.of(config.host, 0, setting="host").resolved(setting="host")
+    host = _host(config)
     if host.is_wildcard:
         yield Finding(
             Level.ERROR, "host", f"{host.host} cannot be advertised: name the address that peers reach"
@@ -92,7 +96,7 @@ def check_exposure(config: ConnectorConfig) -> Iterator[Finding]:
 
 def check_ports(config: ConnectorConfig) -> Iterator[Finding]:
     """Whether the fixed ports of a prefill instance are free."""
-    host = Address.of(config.host, 0, setting="host").resolved(setting="host")
+    host = _host(config)
     ports = {
         "bootstrap_port": config.bootstrap_port if config.bootstrap_addr is None else 0,
         "side_channel_port": config.side_channel_port,
@@ -150,7 +154,7 @@ def check_transfer(config: ConnectorConfig) -> Iterator[Finding]:
     from sgl_pd_connector.transfer.transport import Peer
 
     device = jax.local_devices()[0]
-    host = Address.of(config.host, 0, setting="host").resolved(setting="host")
+    host = _host(config)
     shape = {
         "host": host.host,
         "port": 0,

@@ -125,11 +125,6 @@ class JaxTransferKVManager(BaseKVManager):
             self.close()
             raise
 
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return self._layout.page_size
-
     def register_runner(self, runner: KVRunner) -> None:
         """Compiles every shape that transfers will use; P then registers with the bootstrap server."""
         began = time.monotonic()
