@@ -18,10 +18,12 @@ class BadFrames:
         self._log_at = 0.0
         self.count = 0
 
-    def add(self, error: Exception) -> None:
-        """One more; logged unless another was a moment ago."""
+    def add(self, error: Exception, sender: object) -> None:
+        """One more, from ``sender``; logged unless another was a moment ago."""
         self.count += 1
         now = time.monotonic()
         if now >= self._log_at:
             self._log_at = now + LOG_INTERVAL
-            logger.warning("%s: ignoring a bad frame (%d so far): %s", self._channel, self.count, error)
+            logger.warning(
+                "%s: ignoring a bad frame from %s (%d so far): %s", self._channel, sender, self.count, error
+            )

@@ -12,7 +12,7 @@ import jax
 from sgl_pd_connector import ops
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.config import ConnectorConfig
-from sgl_pd_connector.errors import TransferAbortedError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel, RouteLookup
 from sgl_pd_connector.transfer.interests import Interest, InterestTable, Timeouts
@@ -74,7 +74,7 @@ class DecodeSide:
 
     def add(self, receiver: JaxTransferKVReceiver) -> None:
         if not self.channel.add(receiver.interest):
-            error = TransferAbortedError("this decode instance is stopping")
+            error = reasons.given_up(receiver.bootstrap_room, "", "this decode instance is stopping")
             receiver.interest.life.fail(error, time.monotonic())
 
     def receive(self, interest: Interest, page_ids: Sequence[int], skip_pages: int) -> None:
@@ -89,6 +89,7 @@ class DecodeSide:
         interest.nbytes = sum(chunk.pages for chunk in chunks) * self.layout.page_bytes
         interest.pages = len(page_ids)
         task = PullTask(
+            room=interest.key.room,
             life=interest.life,
             peer=interest.source.peer,
             chunks=chunks,

@@ -143,7 +143,7 @@ class DecodeChannel:
                     raise ProtocolError(f"{len(frames)} frames where one is expected")
                 message = self._codec.decode(frames[0], time.time())
             except ProtocolError as error:
-                self.bad_frames.add(error)
+                self.bad_frames.add(error, route)
                 continue
             line.used = time.monotonic()
             self._execute(self._table.on_message(route, message, line.used))
@@ -175,7 +175,7 @@ class DecodeChannel:
         except PDError as error:
             answer = error
         except Exception as error:  # noqa: BLE001 - whatever it was, the requests must hear of it
-            answer = BootstrapError(f"look-up failed: {error!r}")
+            answer = BootstrapError(f"look-up at bootstrap server {addr} failed: {error!r}")
         self._commands.put(lambda: self._looked_up(addr, answer))
 
     def _looked_up(self, addr: str, answer: Sequence[PeerRoute] | PDError) -> None:
@@ -202,7 +202,7 @@ class DecodeChannel:
         try:
             line.socket.send(self._codec.encode(message, time.time()), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("decode side channel: %s to %s not sent: %s", message.type, route.zmq_addr, error)
+            logger.warning("room %d: %s to %s not sent: %s", message.room, message.type.upper(), route, error)
 
     def _close_idle(self, now: float) -> None:
         for route in [route for route, line in self._lines.items() if now - line.used > SOCKET_IDLE]:

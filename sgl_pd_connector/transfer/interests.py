@@ -16,13 +16,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sgl_pd_connector.base import KVPoll
-from sgl_pd_connector.errors import (
-    BootstrapError,
-    PDError,
-    TransferAbortedError,
-    TransferError,
-    TransferTimeoutError,
-)
+from sgl_pd_connector.errors import BootstrapError, PDError, TransferAbortedError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire import messages as msg
@@ -43,6 +38,9 @@ class PeerRoute(NamedTuple):
 
     peer: Peer
     zmq_addr: str
+
+    def __str__(self) -> str:
+        return reasons.prefill_instance(self.peer.instance_id, self.zmq_addr)
 
 
 @dataclass
@@ -173,7 +171,8 @@ class InterestTable:
         else:
             error = life.failure_exception()
             kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
-            message = kind(room=key.room, attempt=interest.attempt, reason=str(error)[:2000])
+            reason = reasons.for_peer(key.room, error)
+            message = kind(room=key.room, attempt=interest.attempt, reason=reason)
         return [Send(route, message) for route in interest.asked]
 
     # What comes back.
@@ -200,6 +199,7 @@ class InterestTable:
         interest.lookup_error = error
         if isinstance(error, BootstrapError) or interest.asked:
             return []
+        error = reasons.look_up_refused(interest.key.room, interest.bootstrap_addr, error)
         return self._fail(interest, error, now)
 
     def on_message(self, route: PeerRoute, message: msg.Message, now: float) -> list[Action]:
@@ -223,13 +223,12 @@ class InterestTable:
     def _on_refusal(
         self, interest: Interest, route: PeerRoute, message: msg.Failed | msg.Abort, now: float
     ) -> list[Action]:
-        text = f"prefill instance {route.peer.instance_id} reports: {message.reason}"
-        kind = TransferAbortedError if isinstance(message, msg.Abort) else TransferError
+        said = reasons.peer_failed if isinstance(message, msg.Failed) else reasons.peer_gave_up
         asked = interest.asked.pop(route)
         interest.crossed_out.add(route)
         if asked.known != "yes" and interest.asked:
             return []
-        return self._fail(interest, kind(text), now)
+        return self._fail(interest, said(interest.key.room, str(route), message.reason), now)
 
     def _on_message_leaving(self, interest: Interest, message: msg.Message) -> list[Action]:
         match message:
@@ -252,8 +251,7 @@ class InterestTable:
         if wait.known == "yes":
             interest.known_at = now
         elif had_it:
-            text = f"prefill instance {route.peer.instance_id} no longer has the request: was it restarted?"
-            return self._fail(interest, TransferError(text), now)
+            return self._fail(interest, reasons.prefill_forgot(interest.key.room, str(route)), now)
         return []
 
     def _on_ready(self, interest: Interest, route: PeerRoute, ready: msg.Ready, now: float) -> list[Action]:
@@ -261,8 +259,8 @@ class InterestTable:
             return []
         try:
             self._check(interest, ready)
-        except PDError as error:
-            return self._fail(interest, error, now)
+        except PDError as problem:
+            return self._fail(interest, reasons.does_not_fit(ready.room, str(route), problem), now)
         others = [other for other in interest.asked if other != route]
         interest.asked = {route: Asked(now, "yes")}
         interest.source = route
@@ -307,11 +305,10 @@ class InterestTable:
         return actions
 
     def _overdue(self, interest: Interest, now: float) -> PDError | None:
-        room, limits, age = f"room {interest.key.room}", self._timeouts, interest.life.age(now)
+        room, limits, age = interest.key.room, self._timeouts, interest.life.age(now)
         silent = now - max((asked.heard for asked in interest.asked.values()), default=now)
         if silent > limits.peer_timeout:
-            what = f"{room}: prefill instance {_names(interest)} has not answered for"
-            return TransferTimeoutError.after(what, silent, "peer_timeout", limits.peer_timeout)
+            return reasons.prefill_silent(room, _names(interest), silent, limits.peer_timeout)
         match interest.life.state:
             case KVPoll.Bootstrapping:
                 return (
@@ -320,11 +317,10 @@ class InterestTable:
                     else self._overdue_at_bootstrap(interest, age)
                 )
             case KVPoll.WaitingForInput if age > limits.prefill_timeout:
-                what = f"{room}: ready, but no pages were given to write it into for"
-                return TransferTimeoutError.after(what, age, "prefill_timeout", limits.prefill_timeout)
+                return reasons.no_pages(room, _names(interest), age, limits.prefill_timeout)
             case KVPoll.Transferring if age > limits.transfer_timeout:
-                what = f"{room}: not pulled and written after"
-                return TransferTimeoutError.after(what, age, "transfer_timeout", limits.transfer_timeout)
+                late = reasons.not_pulled if interest.pulled_at is None else reasons.not_written
+                return late(room, _names(interest), age, limits.transfer_timeout)
         return None
 
     def _overdue_at_bootstrap(self, interest: Interest, age: float) -> PDError | None:
@@ -332,34 +328,32 @@ class InterestTable:
         if age <= limit:
             return None
         cause = interest.lookup_error or "none is registered there"
-        where = f"bootstrap server {interest.bootstrap_addr}"
-        what = f"room {interest.key.room}: no prefill instance at {where}: {cause}; tried"
-        return TransferTimeoutError.after(what, age, "bootstrap_timeout", limit)
+        return reasons.not_at_bootstrap(interest.key.room, interest.bootstrap_addr, cause, age, limit)
 
     def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:
-        limits = self._timeouts
-        who = f"room {interest.key.room}: prefill instance {_names(interest)}"
-        age = interest.life.age(now)
+        room, who, limits, age = (
+            interest.key.room,
+            _names(interest),
+            self._timeouts,
+            interest.life.age(now),
+        )
         if age > limits.prefill_timeout:
-            what = f"{who} has not finished the prompt in"
-            return TransferTimeoutError.after(what, age, "prefill_timeout", limits.prefill_timeout)
+            return reasons.prefill_slow(room, who, age, limits.prefill_timeout)
         assert interest.known_at is not None
         unknown = now - interest.known_at
         if unknown > limits.bootstrap_timeout:
-            hint = (
-                "it has the room, but for another prompt: do both servers use the same tokenizer and chat template?"
-                if any(asked.known == "other_prompt" for asked in interest.asked.values())
-                else "did the router send the request to both, and to this prefill instance?"
+            other = any(asked.known == "other_prompt" for asked in interest.asked.values())
+            return reasons.unknown_at_prefill(
+                room, who, unknown, limits.bootstrap_timeout, other_prompt=other
             )
-            what = f"{who} does not have this request ({hint}); waited"
-            return TransferTimeoutError.after(what, unknown, "bootstrap_timeout", limits.bootstrap_timeout)
         return None
 
     def close(self, reason: str, now: float) -> list[Action]:
         """Ends everything: this instance stops."""
         actions: list[Action] = []
         for interest in list(self._by_attempt.values()):
-            actions += self._fail(interest, TransferAbortedError(reason), now)
+            error = reasons.given_up(interest.key.room, _names(interest), reason)
+            actions += self._fail(interest, error, now)
         for interest in self._leaving.values():
             actions += self._farewell(interest)
         self._leaving.clear()
@@ -393,7 +387,7 @@ class InterestTable:
 
 
 def _names(interest: Interest) -> str:
-    return ", ".join(sorted({route.peer.instance_id for route in interest.asked}))
+    return ", ".join(sorted(map(str, interest.asked)))
 
 
 def _met(interest: Interest) -> bool:

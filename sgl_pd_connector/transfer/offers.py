@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from sgl_pd_connector.base import KVPoll
-from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError, TransferTimeoutError
+from sgl_pd_connector.errors import PDError, TransferAbortedError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.chunks import Chunk
@@ -42,7 +43,7 @@ class Offer:
         packed: the copy, once the engine sent it; None before, and again when the offer is over.
         packed_bytes: its size, held in P's budget.
         attempt: D's attempt that claimed this offer, or None.
-        peer: where to answer that D (opaque); `peer_name` is what to call it in messages.
+        peer: where to answer that D (opaque, but for its `str`, an address); `peer_name` is what to call it in texts.
         uuids: what `packed` is registered under, in order; empty while it is not.
         heard: when that D was last heard of.
     """
@@ -165,7 +166,7 @@ class OfferTable:
 
     def abort(self, offer: Offer, reason: str, now: float) -> list[Action]:
         """The engine gave the request up."""
-        return self._end(offer, TransferAbortedError(reason), now)
+        return self._end(offer, reasons.given_up(offer.key.room, offer.peer_name, reason), now)
 
     def fail(self, offer: Offer, error: PDError, now: float) -> list[Action]:
         """Something on this side went wrong."""
@@ -187,25 +188,25 @@ class OfferTable:
             case msg.Failed() | msg.Abort():
                 offer = self._claimed_by(message)
                 if offer is not None:
-                    said = "failed" if isinstance(message, msg.Failed) else "gave up"
-                    text = f"{offer.peer_name} {said}: {message.reason}"
-                    kind = TransferError if isinstance(message, msg.Failed) else TransferAbortedError
-                    return self._end(offer, kind(text), now, tell_peer=False)
+                    said = reasons.peer_failed if isinstance(message, msg.Failed) else reasons.peer_gave_up
+                    error = said(offer.key.room, offer.peer_name, message.reason)
+                    return self._end(offer, error, now, tell_peer=False)
                 self._drop_subscription(message.attempt)
                 return []
             case _:
                 return []
 
     def _on_subscribe(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
-        refusal = self._refusal(message)
-        if refusal:
-            return [Reply(peer, msg.Failed(room=message.room, attempt=message.attempt, reason=refusal))]
+        name = reasons.decode_instance(message.instance_id, peer)
+        refusal = self._refusal(message, name)
+        if refusal is not None:
+            return [_farewell(peer, message.room, message.attempt, refusal)]
         if message.epoch != self._epoch:
             return [_wait(peer, message, "restarted")]
         if message.attempt in self._by_attempt:
             return self._renew(peer, message, now)
         self._drop_subscription(message.attempt)
-        key, name = RoomKey(message.room, message.prompt), f"decode instance {message.instance_id}"
+        key = RoomKey(message.room, message.prompt)
         for offer in self._by_key.get(key, ()):
             if offer.attempt is None:
                 return self._claim(offer, message.attempt, peer, name, now)
@@ -224,16 +225,13 @@ class OfferTable:
         offer.heard, offer.peer = now, peer
         return [Reply(peer, self._ready(offer, offer.uuids)) if offer.uuids else _wait(peer, message, "yes")]
 
-    def _refusal(self, message: msg.Subscribe) -> str:
-        """Why this D cannot be served at all; empty if it can."""
+    def _refusal(self, message: msg.Subscribe, name: str) -> PDError | None:
+        """Why this D cannot be served at all."""
         if message.version != msg.PROTOCOL_VERSION:
-            return f"protocol version {message.version} is not spoken here, only {msg.PROTOCOL_VERSION}"
+            return reasons.other_version(message.room, name, message.version, msg.PROTOCOL_VERSION)
         if message.layout_digest != self._layout_digest:
-            return (
-                f"KV layout digest {message.layout_digest} of decode instance {message.instance_id} differs from "
-                f"{self._layout_digest} of this prefill instance: model, dtype, page size and sharding must be equal"
-            )
-        return ""
+            return reasons.other_layout(message.room, name, message.layout_digest, self._layout_digest)
+        return None
 
     def _claimed_by(self, message: msg.Message) -> Offer | None:
         offer = self._by_attempt.get(message.attempt)
@@ -264,38 +262,26 @@ class OfferTable:
         return actions
 
     def _overdue(self, offer: Offer, now: float) -> PDError | None:
-        room, limits = f"room {offer.key.room}", self._timeouts
-        if offer.attempt is not None and now - offer.heard > limits.lease:
-            return TransferTimeoutError.after(
-                f"{room}: {offer.peer_name} was not heard of for", now - offer.heard, "lease", limits.lease
-            )
+        room, who, limits, entered = offer.key.room, offer.peer_name, self._timeouts, offer.life.entered
+        if offer.attempt is not None and (silent := now - offer.heard) > limits.lease:
+            return reasons.decode_silent(room, who, silent, limits.lease)
         if offer.packed is None:
-            age = now - offer.life.entered[KVPoll.Bootstrapping]
-            if age > limits.prefill_timeout:
-                return TransferTimeoutError.after(
-                    f"{room}: not prefilled after", age, "prefill_timeout", limits.prefill_timeout
-                )
-        elif offer.attempt is None and now - offer.packed_at > limits.lease:
-            age = now - offer.packed_at
-            return TransferTimeoutError.after(
-                f"{room}: no decode instance asked for it, prefilled since", age, "lease", limits.lease
-            )
+            if (age := now - entered[KVPoll.Bootstrapping]) > limits.prefill_timeout:
+                return reasons.not_prefilled(room, who, age, limits.prefill_timeout)
+        elif offer.attempt is None:
+            if (age := now - offer.packed_at) > limits.lease:
+                return reasons.not_asked_for(room, age, limits.lease)
         elif offer.uuids:
-            # However long D says that it is still interested.
-            age, limit = (
-                now - offer.life.entered[KVPoll.Transferring],
-                limits.prefill_timeout + limits.transfer_timeout,
-            )
-            if age > limit:
-                what = f"{room}: {offer.peer_name} has not fetched it in"
-                return TransferTimeoutError.after(what, age, "prefill_timeout + transfer_timeout", limit)
+            limit = limits.prefill_timeout + limits.transfer_timeout
+            if (age := now - entered[KVPoll.Transferring]) > limit:
+                return reasons.not_fetched(room, who, age, limit)
         return None
 
     def close(self, reason: str, now: float) -> list[Action]:
         """Ends everything: this instance stops."""
         actions: list[Action] = []
         for offer in list(self._offers()):
-            actions += self._end(offer, TransferAbortedError(reason), now)
+            actions += self.abort(offer, reason, now)
         for key, waiting in self._waiting.items():
             for attempt, subscription in waiting.items():
                 actions.append(
@@ -375,4 +361,4 @@ def _wait(
 
 def _farewell(peer: Any, room: int, attempt: int, error: PDError) -> Reply:
     kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
-    return Reply(peer, kind(room=room, attempt=attempt, reason=str(error)[:2000]))
+    return Reply(peer, kind(room=room, attempt=attempt, reason=reasons.for_peer(room, error)))

@@ -93,7 +93,7 @@ class PrefillFinder:
         bootstrap = named.resolved(setting="bootstrap_host")
         if not self._allowed.permits(named, bootstrap):
             raise ForbiddenPeerError(
-                f"the request names bootstrap server {named}, which is not among those allowed here (setting {ALLOWED})"
+                f"the request names a server that is not among those allowed here (setting {ALLOWED})"
             )
         with BootstrapClient(
             bootstrap, timeout=self._config.peer_timeout, auth_token=self._auth_token
@@ -104,7 +104,7 @@ class PrefillFinder:
         for route in routes:
             problem = self._mismatch(route, bootstrap)
             if problem:
-                problems.append(f"prefill instance {route.instance_id}: {problem}")
+                problems.append(f"prefill instance {route.instance_id} at {route.zmq_addr}: {problem}")
             else:
                 usable.append(
                     PeerRoute(Peer(route.instance_id, route.epoch, route.transfer_addr), route.zmq_addr)

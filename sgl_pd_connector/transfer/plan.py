@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_pd_connector.errors import IncompatiblePeerError, TransferError
+from sgl_pd_connector.errors import IncompatiblePeerError
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.chunks import Chunk, ladder, plan_chunks, plan_groups
 from sgl_pd_connector.wire.layout import KVLayout, explain_difference
@@ -34,7 +34,7 @@ class ChunkPlanner:
         # Counted before they are made: the number may be a peer's.
         count = num_pages // self.max_chunk_pages + (num_pages % self.max_chunk_pages).bit_count()
         if count > msg.MAX_CHUNKS:
-            raise TransferError(
+            raise IncompatiblePeerError(
                 f"{num_pages} pages are {count} chunks, at most {msg.MAX_CHUNKS} are possible "
                 f"(setting max_chunk_pages = {self.max_chunk_pages})"
             )
@@ -61,8 +61,8 @@ class ChunkPlanner:
         """D's check of a READY, before anything is pulled.
 
         Raises:
-            IncompatiblePeerError: P's layout or chunk settings are not this instance's.
-            TransferError: it is not for this prompt, or its chunks do not cover the prompt exactly.
+            IncompatiblePeerError: P's layout or chunk settings are not this instance's, or it is for another prompt, or
+                its chunks do not cover the prompt exactly.
         """
         difference = explain_difference(self.layout.as_dict(), ready.layout)
         if difference:
@@ -70,7 +70,7 @@ class ChunkPlanner:
                 f"the prefill instance lays out its KV cache differently: {difference}"
             )
         if num_tokens is not None and ready.num_tokens != num_tokens:
-            raise TransferError(
+            raise IncompatiblePeerError(
                 f"the prefill instance has {ready.num_tokens} tokens of a prompt of {num_tokens}"
             )
         expected = self.chunks(self.layout.pages(ready.num_tokens))

@@ -10,7 +10,7 @@ import numpy as np
 
 from sgl_pd_connector import ops
 from sgl_pd_connector.config import ConnectorConfig
-from sgl_pd_connector.errors import TransferAbortedError, TransferError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.engine import new_uuid
 from sgl_pd_connector.transfer.offers import Offer, OfferTable, PackedChunk, Timeouts
@@ -76,7 +76,7 @@ class PrefillSide:
     def create_sender(self, key: RoomKey, num_tokens: int) -> JaxTransferKVSender:
         sender = JaxTransferKVSender(self, key, num_tokens)
         if not self.channel.add(sender.offer):
-            error = TransferAbortedError("this prefill instance is stopping")
+            error = reasons.given_up(key.room, "", "this prefill instance is stopping")
             sender.offer.life.fail(error, time.monotonic())
         return sender
 
@@ -122,9 +122,8 @@ class PrefillSide:
             ]
         except Exception as error:  # noqa: BLE001 - whatever the device says, it is this one request's failure
             self._budget.give(nbytes)
-            self.channel.fail(
-                sender.offer, TransferError(f"cannot copy the prompt's pages out of the pool: {error}")
-            )
+            offer = sender.offer
+            self.channel.fail(offer, reasons.not_copied(offer.key.room, offer.peer_name, error))
             return
         sender.mark_gathered()
         self.channel.packed(sender.offer, packed, nbytes)

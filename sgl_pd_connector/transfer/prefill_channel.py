@@ -10,11 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import zmq
 
 from sgl_pd_connector.errors import ConfigError, PDError, ProtocolError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.bad_frames import BadFrames
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.offers import Action, Offer, OfferTable, PackedChunk, Register, Release, Reply
@@ -32,6 +33,16 @@ TICK_MS = int(TICK * 1000)
 SWEEP = 1.0
 # Frames taken before deadlines are looked at again, so that a flood cannot hold them up.
 RECEIVE_BURST = 256
+
+
+class _Sender(NamedTuple):
+    """A D: how ROUTER calls its connection, and where it is."""
+
+    identity: bytes
+    address: str
+
+    def __str__(self) -> str:
+        return self.address
 
 
 class PrefillChannel:
@@ -156,17 +167,21 @@ class PrefillChannel:
     def _receive(self) -> None:
         for _ in range(RECEIVE_BURST):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                # Not copied: the address of who sent it is known of a whole frame only.
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            # An IPv4 address in IPv6 notation, as the socket accepts both.
+            address = str(frames[-1].get("Peer-Address")).removeprefix("::ffff:")
+            sender = _Sender(frames[0].bytes, address)
             try:
                 if len(frames) != 2:
                     raise ProtocolError(f"{len(frames) - 1} frames where one is expected")
-                message = self._codec.decode(frames[1], time.time())
+                message = self._codec.decode(frames[1].bytes, time.time())
             except ProtocolError as error:
-                self.bad_frames.add(error)
+                self.bad_frames.add(error, sender)
                 continue
-            self._execute(self._table.on_message(frames[0], message, time.monotonic()))
+            self._execute(self._table.on_message(sender, message, time.monotonic()))
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -184,10 +199,9 @@ class PrefillChannel:
             for uuid, packed in zip(offer.uuids, offer.packed or (), strict=True):
                 self._transport.register(uuid, packed.buffers, self._offer_lifetime)
         except Exception as error:
-            logger.exception("cannot register the packed copy of room %d", offer.key.room)
-            self._execute(
-                self._table.fail(offer, PDError(f"the transfer server refused it: {error}"), time.monotonic())
-            )
+            failure = reasons.not_registered(offer.key.room, offer.peer_name, error)
+            logger.exception("%s", failure)
+            self._execute(self._table.fail(offer, failure, time.monotonic()))
             return False
         return True
 
@@ -197,13 +211,18 @@ class PrefillChannel:
                 self._transport.release(uuid)
             except Exception:
                 # The transport lets go by itself in time; the rest of this action and of the others must be done.
-                logger.exception("cannot take an offer back from the transfer server")
+                logger.exception("cannot take an offer back from this instance's native transfer server")
         self._budget.give(action.packed_bytes)
 
-    def _reply(self, peer: Any, message: msg.Message) -> None:
+    def _reply(self, peer: _Sender, message: msg.Message) -> None:
         try:
-            self._socket.send_multipart([peer, self._codec.encode(message, time.time())], zmq.NOBLOCK)
+            frames = [peer.identity, self._codec.encode(message, time.time())]
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning(
-                "prefill side channel: %s for room %d not sent: %s", message.type, message.room, error
+                "room %d: %s to the decode instance at %s not sent: %s",
+                message.room,
+                message.type.upper(),
+                peer,
+                error,
             )

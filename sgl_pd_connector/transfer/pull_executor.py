@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 from sgl_pd_connector.base import KVPoll
-from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError, TransferTimeoutError
+from sgl_pd_connector.errors import PDError, TransferTimeoutError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.links import Links
@@ -46,6 +47,7 @@ STOP_GRACE = 0.5
 class PullTask:
     """What to pull: chunks of one prompt from one peer, each with the specs of its buffers."""
 
+    room: int
     life: Lifecycle
     peer: Peer
     chunks: Sequence[PullChunk]
@@ -53,6 +55,10 @@ class PullTask:
     nbytes: Sequence[int]
     pulled: Callable[[], None] = lambda: None
     """Called on the pull thread when all data has arrived and before it is written."""
+
+    @property
+    def who(self) -> str:
+        return reasons.prefill_instance(self.peer.instance_id, self.peer.transfer_addr)
 
 
 @dataclass(eq=False)
@@ -161,9 +167,10 @@ class PullExecutor:
             return self._advance(job)
         except Exception as error:
             # One transfer's surprise must not end the others.
-            logger.exception("pull from %s failed", job.task.peer.transfer_addr)
+            failure = reasons.pull_failed(job.task.room, job.task.who, error)
+            logger.exception("%s", failure)
             self._retire(job.task.peer, job.link)
-            self._fail(job, TransferError(f"pull from {job.task.peer.transfer_addr} failed: {error}"))
+            self._fail(job, failure)
             return True
 
     def _advance(self, job: _Job) -> bool:
@@ -179,16 +186,18 @@ class PullExecutor:
             error = _error_in(piece.arrays)
             if error is not None:
                 self._retire(task.peer, job.link)
-                self._fail(
-                    job, TransferError(f"pull from prefill instance {task.peer.instance_id} failed: {error}")
-                )
+                self._fail(job, reasons.pull_failed(task.room, task.who, error))
                 return True
             piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
             self._writer.put(piece.write)
             progress = True
             if not job.pulling and job.next_chunk == len(task.chunks):
                 task.pulled()
-        while job.writing and self._written(job, job.writing[0]):
+        while job.writing and (write := job.writing[0].write) is not None and _is_over(write):
+            problem = write.error or _error_in([write.token])
+            if problem is not None:
+                self._fail(job, reasons.write_failed(task.room, task.who, problem))
+                return True
             self._budget.give(job.writing.popleft().nbytes)
             progress = True
         if (
@@ -222,16 +231,6 @@ class PullExecutor:
             piece.arrays = job.link.pull(chunk.uuid, task.specs[index])
             started = True
         return started
-
-    def _written(self, job: _Job, piece: _Piece) -> bool:
-        write = piece.write
-        assert write is not None
-        if write.error is not None:
-            raise write.error
-        if write.token is None or not _all_ready([write.token]):
-            return False
-        write.token.block_until_ready()
-        return True
 
     def _fail(self, job: _Job, error: PDError) -> None:
         job.task.life.fail(error, time.monotonic())
@@ -295,7 +294,8 @@ class PullExecutor:
         while self._submitted:
             self._jobs.append(self._submitted.popleft())
         for job in self._jobs:
-            self._fail(job, TransferAbortedError("this decode instance is stopping"))
+            reason = "this decode instance is stopping"
+            self._fail(job, reasons.given_up(job.task.room, job.task.who, reason))
         # Arrays still arriving when the process exits can crash it: give them a moment, then cut the links.
         deadline = time.monotonic() + STOP_GRACE
         while self._orphans and time.monotonic() < deadline:
@@ -308,12 +308,16 @@ class PullExecutor:
         self._tend_links()
 
 
+def _is_over(write: PoolWrite) -> bool:
+    return write.error is not None or (write.token is not None and _all_ready([write.token]))
+
+
 def _all_ready(arrays: Sequence[Any]) -> bool:
     # `jax.Array.is_ready` exists since long before the oldest version supported; its stubs do not know it.
     return all(array.is_ready() for array in arrays)
 
 
-def _error_in(arrays: Sequence[jax.Array]) -> str | None:
+def _error_in(arrays: Sequence[Any]) -> str | None:
     """The failure hidden in arrays that say they are ready: each one raises by itself, and only when used."""
     for array in arrays:
         try:

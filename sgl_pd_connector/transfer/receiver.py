@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sgl_pd_connector.base import BaseKVReceiver, KVPoll
-from sgl_pd_connector.errors import PDError, TransferAbortedError
+from sgl_pd_connector.errors import PDError
+from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.interests import Interest
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.wire.rooms import MAX_ROOM, RoomKey
@@ -64,7 +65,9 @@ class JaxTransferKVReceiver(BaseKVReceiver):
         return self.interest.life.state
 
     def abort(self, reason: str) -> None:
-        if self.interest.life.fail(TransferAbortedError(reason), time.monotonic()):
+        # Until P is ready the channel's thread alone knows who is asked.
+        who = str(self.interest.source or "")
+        if self.interest.life.fail(reasons.given_up(self.bootstrap_room, who, reason), time.monotonic()):
             self._side.ended(self.interest)
 
     def failure_exception(self) -> PDError:

@@ -67,7 +67,7 @@ def test_d_gives_up_and_p_is_told_at_once(pair: EnginePair, state: Callable[[Eng
     moved = state(pair)
     moved.receiver.abort("client gone")
     assert moved.receiver.state == "Failed"
-    assert moved.receiver.error == "TransferAbortedError: client gone"
+    assert "client gone" in moved.receiver.error
     moved.sender.wait("Failed")
     assert "gave up: client gone" in moved.sender.error
     assert moved.sender.released
@@ -78,7 +78,7 @@ def test_p_gives_up_and_d_is_told_at_once(pair: EnginePair, state: Callable[[Eng
     moved = state(pair)
     moved.sender.abort("preempted")
     moved.sender.wait("Failed")
-    assert moved.sender.error == "TransferAbortedError: preempted"
+    assert "preempted (transfer with decode instance" in moved.sender.error
     assert moved.sender.released
     moved.receiver.wait("Failed")
     # Mid-pull the broken connection may be noticed before the message.
@@ -128,13 +128,12 @@ def test_a_request_that_p_refused_before_d_came_fails_at_once(pair: EnginePair) 
     assert "prompt is too long" in receiver.error
 
 
-def test_d_gives_up_before_p_has_the_request(pair: EnginePair) -> None:
+def test_d_gives_up_before_p_has_the_request_and_p_hears_of_it(pair: EnginePair) -> None:
     receiver = pair.d.receiver("early", 10**9 + 6, b"x", 8, pair.p.bootstrap)
     receiver.abort("client gone")
     sender = pair.p.sender("early", 10**9 + 6, b"x", 8)
-    assert sender.state in ("Bootstrapping", "WaitingForInput")
-    sender.abort("client gone")
     sender.wait("Failed")
+    assert "gave up: client gone" in sender.error
 
 
 def test_what_is_over_cannot_be_aborted(pair: EnginePair) -> None:
@@ -149,7 +148,7 @@ def test_a_second_abort_changes_nothing(pair: EnginePair) -> None:
     moved = bootstrapping(pair)
     moved.receiver.abort("first")
     moved.receiver.abort("second")
-    assert moved.receiver.error == "TransferAbortedError: first"
+    assert "first" in moved.receiver.error
 
 
 @pytest.mark.parametrize("p_tokens", [8, 200])

@@ -150,10 +150,13 @@ def assert_served(p: P) -> None:
     [[b""], [b"\xc1"], [b"\x00" * 100], [b"one", b"two"], [b"", b"", b""], [b"\x93" * 1000]],
     ids=lambda frames: str([frame[:4] for frame in frames]),
 )
-def test_frames_that_p_does_not_understand_are_counted_and_cost_nothing(p: P, frames: list[bytes]) -> None:
+def test_frames_that_p_does_not_understand_are_counted_and_cost_nothing(
+    p: P, frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(50):
         p.socket.send_multipart(frames)
     eventually(lambda: p.channel.bad_frames.count == 50, "counted")
+    assert "ignoring a bad frame from 127.0.0.1 (1 so far)" in caplog.text
     assert_served(p)
 
 

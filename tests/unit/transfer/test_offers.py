@@ -261,7 +261,7 @@ def test_a_request_goes_to_the_d_that_was_heard_last(p: P) -> None:
     ("fields", "reason"),
     [
         ({"version": 99}, "version 99"),
-        ({"layout_digest": "other"}, "digest other of decode instance decode-0"),
+        ({"layout_digest": "other"}, "digest other of decode instance decode-0 at d1's socket"),
     ],
 )
 def test_a_d_that_does_not_fit_is_refused_with_the_reason(p: P, fields: dict[str, Any], reason: str) -> None:
@@ -393,7 +393,11 @@ def test_a_d_that_asks_after_the_end_hears_why(p: P, state: Callable[[P], Offer]
     p.do(p.table.abort(state(p), "prompt too long", p.now))
     assert p.subscribe() == [
         msg.Wait(room=7, attempt=1, known="yes"),
-        msg.Abort(room=7, attempt=1, reason="prompt too long"),
+        msg.Abort(
+            room=7,
+            attempt=1,
+            reason="prompt too long (transfer given up before the other side was known)",
+        ),
     ]
     assert only(p.subscribe(attempt=2, key=OTHER_PROMPT)).known == "no"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_pd_connector.errors import IncompatiblePeerError, TransferError
+from sgl_pd_connector.errors import IncompatiblePeerError
 from sgl_pd_connector.transfer.plan import ChunkPlanner, plan_pull
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.layout import KVLayout
@@ -47,7 +47,7 @@ def test_another_layout_is_refused_with_both_values() -> None:
 
 
 def test_another_number_of_tokens_is_refused_with_both_values() -> None:
-    with pytest.raises(TransferError, match="has 40 tokens of a prompt of 41"):
+    with pytest.raises(IncompatiblePeerError, match="has 40 tokens of a prompt of 41"):
         PLANNER.check(ready(40), 41)
 
 
@@ -60,9 +60,9 @@ def test_another_way_to_cut_is_refused_with_the_settings(change: dict[str, Any])
 def test_a_prompt_of_too_many_chunks_is_refused_with_the_setting() -> None:
     planner = replace(PLANNER, max_chunk_pages=1)
     assert len(planner.chunks(msg.MAX_CHUNKS)) == msg.MAX_CHUNKS
-    with pytest.raises(TransferError, match=r"10001 chunks, at most 10000 .*max_chunk_pages = 1"):
+    with pytest.raises(IncompatiblePeerError, match=r"10001 chunks, at most 10000 .*max_chunk_pages = 1"):
         planner.chunks(msg.MAX_CHUNKS + 1)
-    with pytest.raises(TransferError, match="chunks, at most"):
+    with pytest.raises(IncompatiblePeerError, match="chunks, at most"):
         PLANNER.check(ready(200).model_copy(update={"num_tokens": 2**60}), None)
 
 

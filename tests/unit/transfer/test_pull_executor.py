@@ -52,7 +52,7 @@ class D:
         life.advance(KVPoll.Transferring, 0.0)
         chunks = [PullChunk(uuid, 1, np.array([uuid], np.int32), 0) for uuid in uuids]
         specs: Any = [("layer group 1", "layer group 2")] * len(uuids)
-        return PullTask(life, peer, chunks, specs, [SIZE] * len(uuids), pulled)
+        return PullTask(7, life, peer, chunks, specs, [SIZE] * len(uuids), pulled)
 
     def start(self, *uuids: int, **options: Any) -> tuple[PullTask, Future[None]]:
         task = self.task(*uuids, **options)
@@ -156,8 +156,11 @@ def test_an_error_hidden_in_ready_arrays_fails_the_transfer_with_its_text(d: D) 
     fine, broken = d.transport.arrays(1)
     fine.arrive()
     broken.break_off("Buffer id out of range")
-    with pytest.raises(TransferError, match="prefill-1 failed: Buffer id out of range"):
+    with pytest.raises(TransferError) as failure:
         future.result(20)
+    assert str(failure.value) == (
+        "room 7: pull from prefill instance prefill-1 at 10.0.0.1:1 failed: Buffer id out of range"
+    )
     assert task.life.state is KVPoll.Failed
     assert d.writer.queued == [], "nothing of a broken chunk is written"
 
@@ -213,17 +216,23 @@ def test_a_pull_that_cannot_be_started_fails_alone(
     d.transport.link_error = d.transport.pull_error = None
     _, again = d.start(2)
     d.finish(again, [2])
-    assert "pull from 10.0.0.1:1 failed" in caplog.text
+    assert "pull from prefill instance prefill-1 at 10.0.0.1:1 failed: no more sockets" in caplog.text
 
 
-def test_a_write_that_fails_fails_the_transfer(d: D) -> None:
+@pytest.mark.parametrize("where", ["dispatch", "device"])
+def test_a_write_that_fails_fails_the_transfer_and_not_the_connection(d: D, where: str) -> None:
     task, future = d.start(1)
     d.transport.arrive(1)
     wait_until(lambda: d.writer.queued)
-    d.writer.queued[0].error = ValueError("page 99 is outside the pool")
-    with pytest.raises(TransferError, match="page 99"):
+    if where == "dispatch":
+        d.writer.queued[0].error = ValueError("out of memory")
+    else:
+        d.writer.dispatch()[0].break_off("out of memory")
+    with pytest.raises(TransferError, match=r"cannot write what came from .* into the pool: out of memory"):
         future.result(20)
     assert task.life.state is KVPoll.Failed
+    d.let_it_run()
+    assert not d.transport.links[0].is_cut
 
 
 def test_a_surprise_in_a_callback_fails_that_transfer_only(d: D) -> None:
