@@ -16,9 +16,10 @@ from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel, RouteLookup
 from sgl_pd_connector.transfer.interests import Interest, InterestTable, Timeouts
-from sgl_pd_connector.transfer.plan import ChunkPlanner, plan_pull
+from sgl_pd_connector.transfer.plan import ChunkPlanner, PullChunk, plan_pull
 from sgl_pd_connector.transfer.pool import KVRunner, PoolWriter
-from sgl_pd_connector.transfer.pull_executor import PullExecutor, PullTask
+from sgl_pd_connector.transfer.pull_executor import PullExecutor
+from sgl_pd_connector.transfer.pull_task import PullTask, Retry
 from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.transfer.transport import Transport
@@ -81,13 +82,20 @@ class DecodeSide:
         """Starts the pull of an interest that is READY."""
         if interest.life.is_final:
             return
-        assert interest.ready is not None, "receive() comes after KVPoll.WaitingForInput"
+        first, page_ids = interest.ready, tuple(page_ids)
+        assert first is not None, "receive() comes after KVPoll.WaitingForInput"
         assert interest.source is not None
-        chunks = plan_pull(interest.ready, page_ids, skip_pages)
+        chunks = plan_pull(first, page_ids, skip_pages)
         if not interest.life.advance(KVPoll.Transferring, time.monotonic()):
             return
         interest.nbytes = sum(chunk.pages for chunk in chunks) * self.layout.page_bytes
         interest.pages = len(page_ids)
+
+        def offered_again() -> Sequence[PullChunk] | None:
+            # Set by the channel's thread.
+            latest = interest.ready
+            return None if latest is None or latest is first else plan_pull(latest, page_ids, skip_pages)
+
         task = PullTask(
             room=interest.key.room,
             life=interest.life,
@@ -96,6 +104,7 @@ class DecodeSide:
             specs=[self._specs[chunk.pages] for chunk in chunks],
             nbytes=[chunk.pages * self.layout.page_bytes for chunk in chunks],
             pulled=partial(self._arrived, interest),
+            retry=Retry(partial(self.channel.offer_again, interest), offered_again),
         )
         self.pull_executor.submit(task).add_done_callback(partial(self._pulled, interest))
 

@@ -89,6 +89,10 @@ class DecodeChannel:
         """False once closed."""
         return self._commands.put(lambda: self._execute(self._table.add(interest, time.monotonic())))
 
+    def offer_again(self, interest: Interest) -> None:
+        """P is asked for another offer."""
+        self._commands.put(lambda: self._execute(self._table.offer_again(interest, time.monotonic())))
+
     def over(self, interest: Interest) -> None:
         """The interest's life has ended: P is told at once."""
         self._commands.put(lambda: self._execute(self._table.over(interest, time.monotonic())))

@@ -56,7 +56,9 @@ class Interest:
     """One receiver's side of the channel.
 
     Attributes:
-        ready: the plan, once P said READY.
+        num_tokens: of the prompt; None until P has said it, if the engine did not.
+        ready: the plan, once P said READY; the latest if it was asked to offer again.
+        again: how often it was asked to.
         source: the P that did. From then on it is the only one in `asked`.
         asked: the instances that may have the request.
         crossed_out: those that said they have not, for good.
@@ -72,6 +74,7 @@ class Interest:
     attempt: int
     life: Lifecycle
     ready: msg.Ready | None = None
+    again: int = 0
     source: PeerRoute | None = None
     asked: dict[PeerRoute, Asked] = field(default_factory=dict)
     crossed_out: set[PeerRoute] = field(default_factory=set)
@@ -149,6 +152,14 @@ class InterestTable:
         """A request that wants a room."""
         self._by_attempt[interest.attempt] = interest
         return self._look_up(interest, now)
+
+    def offer_again(self, interest: Interest, now: float) -> list[Action]:
+        """A pull failed, and with it what P had offered: asks for another offer, which will be `Interest.ready`."""
+        if self._get(interest.attempt) is None or interest.source is None:
+            return []
+        interest.again += 1
+        interest.next_subscribe = now + RESUBSCRIBE
+        return [Send(interest.source, self._subscribe(interest, interest.source))]
 
     def over(self, interest: Interest, now: float) -> list[Action]:
         """The life has ended, by whoever did it: tells P, once. Later calls do nothing."""
@@ -255,16 +266,20 @@ class InterestTable:
         return []
 
     def _on_ready(self, interest: Interest, route: PeerRoute, ready: msg.Ready, now: float) -> list[Action]:
-        if interest.ready is not None:
+        if ready.again != interest.again or (interest.ready and interest.ready.again == ready.again):
             return []
         try:
             self._check(interest, ready)
         except PDError as problem:
             return self._fail(interest, reasons.does_not_fit(ready.room, str(route), problem), now)
+        if interest.ready is not None:
+            interest.ready = ready
+            return []
         others = [other for other in interest.asked if other != route]
         interest.asked = {route: Asked(now, "yes")}
         interest.source = route
         interest.ready = ready
+        interest.num_tokens = ready.num_tokens
         forget = msg.Abort(room=ready.room, attempt=interest.attempt, reason="another instance has the room")
         interest.life.advance(KVPoll.WaitingForInput, now)
         return [Send(other, forget) for other in others]
@@ -379,6 +394,7 @@ class InterestTable:
             epoch=route.peer.epoch,
             instance_id=self._instance_id,
             layout_digest=self._layout_digest,
+            again=interest.again,
         )
 
     def _fail(self, interest: Interest, error: PDError, now: float) -> list[Action]:

@@ -45,6 +45,7 @@ class Offer:
         attempt: D's attempt that claimed this offer, or None.
         peer: where to answer that D (opaque, but for its `str`, an address); `peer_name` is what to call it in texts.
         uuids: what `packed` is registered under, in order; empty while it is not.
+        again: how often it was offered again.
         heard: when that D was last heard of.
     """
 
@@ -58,6 +59,7 @@ class Offer:
     peer: Any = None
     peer_name: str = ""
     uuids: list[int] = field(default_factory=list)
+    again: int = 0
     heard: float = 0.0
 
 
@@ -75,7 +77,7 @@ class Register(NamedTuple):
 
 
 class Release(NamedTuple):
-    """The offer is over: take back its uuids and give its bytes back to the budget."""
+    """Take back uuids, and give bytes back to the budget when the offer is over."""
 
     uuids: Sequence[int]
     packed_bytes: int
@@ -205,6 +207,12 @@ class OfferTable:
             return [_wait(peer, message, "restarted")]
         if message.attempt in self._by_attempt:
             return self._renew(peer, message, now)
+        if message.again:
+            return [_wait(peer, message, "no")]  # whatever it had, it is not to be given another copy
+        return self._meet(peer, message, name, now)
+
+    def _meet(self, peer: Any, message: msg.Subscribe, name: str, now: float) -> list[Action]:
+        """An attempt that has no offer yet."""
         self._drop_subscription(message.attempt)
         key = RoomKey(message.room, message.prompt)
         for offer in self._by_key.get(key, ()):
@@ -223,6 +231,8 @@ class OfferTable:
         if offer is None:
             return []  # an attempt is for one room
         offer.heard, offer.peer = now, peer
+        if offer.uuids and message.again > offer.again:
+            return self._offer_again(offer, message.again)
         return [Reply(peer, self._ready(offer, offer.uuids)) if offer.uuids else _wait(peer, message, "yes")]
 
     def _refusal(self, message: msg.Subscribe, name: str) -> PDError | None:
@@ -313,6 +323,12 @@ class OfferTable:
         offer.uuids = [self._new_uuid() for _ in offer.packed]
         self.registered_bytes += offer.packed_bytes
         return [Register(offer), Reply(offer.peer, self._ready(offer, offer.uuids))]
+
+    def _offer_again(self, offer: Offer, again: int) -> list[Action]:
+        """Under fresh uuids: nobody knows how much of the old ones a pull that failed has used up."""
+        old = Release(tuple(offer.uuids), 0)
+        offer.again, offer.uuids = again, [self._new_uuid() for _ in offer.uuids]
+        return [old, Register(offer), Reply(offer.peer, self._ready(offer, offer.uuids))]
 
     def _end(self, offer: Offer, error: PDError, now: float, *, tell_peer: bool = True) -> list[Action]:
         if not offer.life.fail(error, now):

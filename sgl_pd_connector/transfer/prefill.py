@@ -147,7 +147,8 @@ class PrefillSide:
         assert offer.attempt is not None
         assert offer.packed is not None
         chunks = [packed.chunk for packed in offer.packed]
-        return self._planner.ready(offer.key.room, offer.attempt, offer.num_tokens, chunks, uuids)
+        ready = self._planner.ready(offer.key.room, offer.attempt, offer.num_tokens, chunks, uuids)
+        return ready.model_copy(update={"again": offer.again}) if offer.again else ready
 
     def _record(self, offer: Offer) -> None:
         """By the channel's thread, once per offer that is over."""

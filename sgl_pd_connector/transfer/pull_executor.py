@@ -11,21 +11,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
-
-import jax
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import PDError, TransferTimeoutError
 from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
-from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.links import Links
-from sgl_pd_connector.transfer.plan import PullChunk
 from sgl_pd_connector.transfer.pool import PoolWrite, PoolWriter
+from sgl_pd_connector.transfer.pull_task import Job, Orphan, Piece, PullTask
 from sgl_pd_connector.transfer.transport import Link, Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -41,55 +37,6 @@ IDLE_CHECK = 30.0
 
 STOP_GRACE = 0.5
 """Seconds that arrays still arriving are given when this side stops."""
-
-
-@dataclass(frozen=True)
-class PullTask:
-    """What to pull: chunks of one prompt from one peer, each with the specs of its buffers."""
-
-    room: int
-    life: Lifecycle
-    peer: Peer
-    chunks: Sequence[PullChunk]
-    specs: Sequence[Sequence[jax.ShapeDtypeStruct]]
-    nbytes: Sequence[int]
-    pulled: Callable[[], None] = lambda: None
-    """Called on the pull thread when all data has arrived and before it is written."""
-
-    @property
-    def who(self) -> str:
-        return reasons.prefill_instance(self.peer.instance_id, self.peer.transfer_addr)
-
-
-@dataclass(eq=False)
-class _Piece:
-    """A chunk in flight: being pulled, then being written."""
-
-    chunk: PullChunk
-    arrays: list[jax.Array]
-    nbytes: int
-    write: PoolWrite | None = None
-
-
-@dataclass(eq=False)
-class _Job:
-    task: PullTask
-    future: Future[None]
-    link: Link | None = None
-    next_chunk: int = 0
-    pulling: deque[_Piece] = field(default_factory=deque)
-    writing: deque[_Piece] = field(default_factory=deque)
-
-
-@dataclass(eq=False)
-class _Orphan:
-    """Arrays of a transfer that is over. Dropping them while they arrive is not safe, so they are kept until ready."""
-
-    peer: Peer
-    link: Link
-    arrays: list[jax.Array]
-    nbytes: int
-    give_up: float
 
 
 class PullExecutor:
@@ -108,11 +55,11 @@ class PullExecutor:
         self._writer = writer
         self._budget = budget
         self._orphan_timeout = orphan_timeout
-        self._submitted: deque[_Job] = deque()
+        self._submitted: deque[Job] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._jobs: list[_Job] = []
-        self._orphans: list[_Orphan] = []
+        self._jobs: list[Job] = []
+        self._orphans: list[Orphan] = []
         self._links = Links(transport)
         self._next_idle_check = 0.0
         self._thread = threading.Thread(target=self._run, name="sgl-pd-pull", daemon=True)
@@ -129,7 +76,7 @@ class PullExecutor:
         The future ends with the life of the task: with None after `KVPoll.Success`, else with its error. Whoever ends
         the life from outside (an abort, a deadline) thereby ends the pull.
         """
-        job = _Job(task, Future())
+        job = Job(task, Future())
         self._submitted.append(job)
         self._wake.set()
         return job.future
@@ -162,7 +109,7 @@ class PullExecutor:
                 self._wake.wait(nap)
         self._stop()
 
-    def _guarded_advance(self, job: _Job) -> bool:
+    def _guarded_advance(self, job: Job) -> bool:
         try:
             return self._advance(job)
         except Exception as error:
@@ -173,70 +120,101 @@ class PullExecutor:
             self._fail(job, failure)
             return True
 
-    def _advance(self, job: _Job) -> bool:
+    def _advance(self, job: Job) -> bool:
         """Does whatever can be done for one transfer without waiting. True if anything was."""
-        task = job.task
-        if task.life.is_final:
+        if job.task.life.is_final:
             self._abandon(job)
             return True
-        progress = self._start_pulls(job)
-        while job.pulling and _all_ready(job.pulling[0].arrays):
-            piece = job.pulling.popleft()
-            job.writing.append(piece)
-            error = _error_in(piece.arrays)
-            if error is not None:
-                self._retire(task.peer, job.link)
-                self._fail(job, reasons.pull_failed(task.room, task.who, error))
+        progress = False
+        for step in (self._pull, self._take_arrived, self._take_written):
+            progress |= step(job)
+            if job.future.done():
                 return True
-            piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
-            self._writer.put(piece.write)
-            progress = True
-            if not job.pulling and job.next_chunk == len(task.chunks):
-                task.pulled()
-        while job.writing and (write := job.writing[0].write) is not None and _is_over(write):
-            problem = write.error or _error_in([write.token])
-            if problem is not None:
-                self._fail(job, reasons.write_failed(task.room, task.who, problem))
-                return True
-            self._budget.give(job.writing.popleft().nbytes)
-            progress = True
-        if (
-            not job.pulling
-            and not job.writing
-            and job.next_chunk == len(task.chunks)
-            and not job.future.done()
-        ):
-            if task.life.advance(KVPoll.Success, time.monotonic()):
-                job.future.set_result(None)
-                if job.link is not None:
-                    self._links.succeeded(task.peer, job.link)
-            else:
-                self._abandon(job)
+        if job.all_pulled and not job.writing:
+            self._succeed(job)
             return True
         return progress
 
-    def _start_pulls(self, job: _Job) -> bool:
+    def _pull(self, job: Job) -> bool:
+        if job.broken is not None:
+            failure = job.recover(time.monotonic())
+            if failure is not None:
+                self._fail(job, failure)
+        return job.broken is None and self._start_pulls(job)
+
+    def _start_pulls(self, job: Job) -> bool:
         task, started = job.task, False
-        if job.link is None and task.chunks:
+        if job.link is None and job.todo:
             job.link = self._links.get(task.peer, time.monotonic())
-        while job.next_chunk < len(task.chunks) and len(job.pulling) < WINDOW:
-            index = job.next_chunk
+        while job.todo and len(job.pulling) < WINDOW:
+            index = job.todo[0]
             if not self._budget.take(task.nbytes[index]):
                 break
-            job.next_chunk += 1
-            chunk = task.chunks[index]
-            piece = _Piece(chunk, [], task.nbytes[index])
+            piece = Piece(index, job.chunks[index], task.nbytes[index])
+            job.todo.popleft()
             job.pulling.append(piece)
             assert job.link is not None
-            piece.arrays = job.link.pull(chunk.uuid, task.specs[index])
+            piece.arrays = job.link.pull(piece.chunk.uuid, task.specs[index])
             started = True
         return started
 
-    def _fail(self, job: _Job, error: PDError) -> None:
+    def _take_arrived(self, job: Job) -> bool:
+        task, progress = job.task, False
+        while job.pulling and _all_ready(job.pulling[0].arrays):
+            progress = True
+            piece = job.pulling.popleft()
+            error = _error_in(piece.arrays)
+            if error is not None:
+                self._budget.give(piece.nbytes)
+                job.todo.append(piece.index)
+                if not self._may_pull_again(job, error):
+                    return True
+                continue
+            job.writing.append(piece)
+            piece.write = PoolWrite(task.life, piece.arrays, piece.chunk.page_ids, piece.chunk.skip)
+            self._writer.put(piece.write)
+            if job.all_pulled:
+                task.pulled()
+        return progress
+
+    def _may_pull_again(self, job: Job, error: str) -> bool:
+        """After an error in a pull. False: the transfer has ended with it."""
+        task = job.task
+        self._retire(task.peer, job.link)
+        first = job.broken is None
+        retry = job.may_retry(error, time.monotonic())
+        if first:
+            failure = reasons.pull_failed(task.room, task.who, error)
+            if retry:
+                logger.warning("%s; asking it to offer again what has not arrived", failure)
+            else:
+                self._fail(job, failure)
+        return retry
+
+    def _take_written(self, job: Job) -> bool:
+        progress = False
+        while job.writing and (write := job.writing[0].write) is not None and _is_over(write):
+            progress = True
+            problem = write.error or _error_in([write.token])
+            if problem is not None:
+                self._fail(job, reasons.write_failed(job.task.room, job.task.who, problem))
+                return True
+            self._budget.give(job.writing.popleft().nbytes)
+        return progress
+
+    def _succeed(self, job: Job) -> None:
+        if not job.task.life.advance(KVPoll.Success, time.monotonic()):
+            self._abandon(job)
+            return
+        job.future.set_result(None)
+        if job.link is not None:
+            self._links.succeeded(job.task.peer, job.link)
+
+    def _fail(self, job: Job, error: PDError) -> None:
         job.task.life.fail(error, time.monotonic())
         self._abandon(job)
 
-    def _abandon(self, job: _Job) -> None:
+    def _abandon(self, job: Job) -> None:
         """The life has ended in failure: lets go of everything and ends the future."""
         if job.future.done():
             return
@@ -251,7 +229,7 @@ class PullExecutor:
             if job.link is None or not piece.arrays or _all_ready(piece.arrays):
                 self._budget.give(piece.nbytes)
             else:
-                self._orphans.append(_Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
+                self._orphans.append(Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
         job.future.set_exception(error)
 
     def _retire(self, peer: Peer, link: Link | None) -> None:
@@ -278,7 +256,7 @@ class PullExecutor:
         if not self._orphans:
             return False
         now = time.monotonic()
-        left: list[_Orphan] = []
+        left: list[Orphan] = []
         for orphan in self._orphans:
             if _all_ready(orphan.arrays):
                 self._budget.give(orphan.nbytes)

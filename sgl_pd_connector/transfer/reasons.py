@@ -162,5 +162,12 @@ def pull_failed(room: int, who: str, problem: object) -> TransferError:
     return TransferError(f"room {room}: pull from {who} failed: {problem}")
 
 
+def not_offered_again(room: int, who: str, problem: object, age: float) -> TransferError:
+    """After `pull_failed`, while D could still have got the rest. No setting: it delays the end of every dead P."""
+    return TransferError(
+        f"room {room}: pull from {who} failed: {problem}; it was not offered again in {age:.1f} s"
+    )
+
+
 def write_failed(room: int, who: str, problem: object) -> TransferError:
     return TransferError(f"room {room}: cannot write what came from {who} into the pool: {problem}")

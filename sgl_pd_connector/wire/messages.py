@@ -1,7 +1,8 @@
 """The side channel's messages: one MessagePack map per ZMQ frame.
 
 ========== ========= =================================================================================
-SUBSCRIBE  D -> P    "tell me when this room is ready"; repeated as a sign of life, it renews P's lease
+SUBSCRIBE  D -> P    "tell me when this room is ready"; repeated as a sign of life, it renews P's lease. After a pull
+                     has failed: "offer it again"
 WAIT       P -> D    "I am here"; whether the room is known, so that D can tell a slow P from a dead one
 READY      P -> D    the packed copy is offered: its layout, its chunks and the uuid of each
 DONE       D -> P    everything is pulled and written: drop the copy
@@ -30,12 +31,16 @@ MAX_FRAME = 1 << 20
 MAX_CHUNKS = 10_000
 """Most chunks of one prompt."""
 
+MAX_AGAIN = 16
+"""Most times that D may ask for one offer again."""
+
 MAX_UUID = 2**53 - 1
 """Uuids pass through JSON and other languages' doubles unharmed up to here."""
 
 Room = Annotated[int, Field(ge=0, le=MAX_ROOM)]
 Attempt = Annotated[int, Field(ge=0, le=MAX_ROOM)]
 Prompt = Annotated[bytes, Field(max_length=DIGEST_BYTES)]
+Again = Annotated[int, Field(ge=0, le=MAX_AGAIN)]
 Reason = Annotated[str, Field(max_length=2000)]
 Name = Annotated[str, Field(max_length=128)]
 
@@ -56,6 +61,8 @@ class Subscribe(_Message):
     """Of the P that is meant: another may answer at the same address after a restart."""
     instance_id: Name
     layout_digest: Name
+    again: Again = 0
+    """How many offers D has used up: a pull that fails has, as a rule, consumed what it named."""
 
 
 class Wait(_Message):
@@ -82,6 +89,8 @@ class Ready(_Message):
     groups: dict[int, Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=1024)]]
     """Layers per buffer, by chunk size in pages."""
     chunks: Annotated[list[ReadyChunk], Field(min_length=1, max_length=MAX_CHUNKS)]
+    again: Again = 0
+    """As in the SUBSCRIBE that it answers: a READY of an earlier offer may be late."""
 
 
 class Done(_Message):

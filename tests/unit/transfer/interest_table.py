@@ -81,7 +81,7 @@ class D:
 
     def ready(self, route: PeerRoute = P1, **fields: Any) -> None:
         fields = {"room": 7, "attempt": 1, "num_tokens": 20} | fields
-        chunk = msg.ReadyChunk(uuid=1, first=0, pages=1)
+        chunk = msg.ReadyChunk(uuid=1 + fields.get("again", 0), first=0, pages=1)
         self.hear(msg.Ready(layout={}, groups={1: [1]}, chunks=[chunk], **fields), route)
 
     def over(self, interest: Interest) -> None:

@@ -62,6 +62,7 @@ class P:
             layout={},
             groups={},
             chunks=chunks,
+            again=offer.again,
         )
 
     def do(self, actions: list[Action]) -> list[msg.Message]:

@@ -43,9 +43,14 @@ class AnyOrder(RuleBasedStateMachine):
     def told(self, attempt: int, route: PeerRoute, known: str) -> None:
         self.d.told(known, route, attempt)
 
-    @rule(attempt=attempts, route=routes)
-    def ready(self, attempt: int, route: PeerRoute) -> None:
-        self.d.ready(route, attempt=attempt)
+    @rule(attempt=attempts, route=routes, again=st.integers(0, 2))
+    def ready(self, attempt: int, route: PeerRoute, again: int) -> None:
+        self.d.ready(route, attempt=attempt, again=again)
+
+    @rule(attempt=attempts)
+    def offer_again(self, attempt: int) -> None:
+        if attempt in self.all:
+            self.d.do(self.d.table.offer_again(self.all[attempt], self.d.now))
 
     @rule(attempt=attempts, route=routes, kind=st.sampled_from([msg.Failed, msg.Abort]))
     def given_up(self, attempt: int, route: PeerRoute, kind: Any) -> None:

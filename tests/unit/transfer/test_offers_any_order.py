@@ -45,9 +45,9 @@ class AnyOrder(RuleBasedStateMachine):
         if offer is not None:
             self.p.do(self.p.table.abort(offer, "gone", self.p.now))
 
-    @rule(room=rooms, attempt=attempts)
-    def subscribe(self, room: int, attempt: int) -> None:
-        self.p.subscribe(attempt=attempt, key=RoomKey(room, b""))
+    @rule(room=rooms, attempt=attempts, again=st.integers(0, 2))
+    def subscribe(self, room: int, attempt: int, again: int) -> None:
+        self.p.subscribe(attempt=attempt, key=RoomKey(room, b""), again=again)
 
     @rule(room=rooms, attempt=attempts)
     def done(self, room: int, attempt: int) -> None:
