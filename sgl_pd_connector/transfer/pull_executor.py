@@ -18,7 +18,7 @@ from typing import Any
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import PDError, TransferTimeoutError
 from sgl_pd_connector.transfer import reasons
-from sgl_pd_connector.transfer.budget import ByteBudget
+from sgl_pd_connector.transfer.budget import Admission, ByteBudget
 from sgl_pd_connector.transfer.links import Links
 from sgl_pd_connector.transfer.pool import PoolWrite, PoolWriter
 from sgl_pd_connector.transfer.pull_task import Job, Orphan, Piece, PullTask
@@ -54,6 +54,7 @@ class PullExecutor:
         """
         self._writer = writer
         self._budget = budget
+        self._admission = Admission(budget)
         self._orphan_timeout = orphan_timeout
         self._submitted: deque[Job] = deque()
         self._wake = threading.Event()
@@ -148,7 +149,8 @@ class PullExecutor:
             job.link = self._links.get(task.peer, time.monotonic())
         while job.todo and len(job.pulling) < WINDOW:
             index = job.todo[0]
-            if not self._budget.take(task.nbytes[index]):
+            holds = bool(job.pulling or job.writing)
+            if not self._admission.take(job, task.nbytes[index], time.monotonic(), holds=holds):
                 break
             piece = Piece(index, job.chunks[index], task.nbytes[index])
             job.todo.popleft()
@@ -219,6 +221,7 @@ class PullExecutor:
         if job.future.done():
             return
         error = job.task.life.failure_exception()
+        self._admission.leave(job)
         pieces = [*job.pulling, *job.writing]
         job.pulling.clear()
         job.writing.clear()

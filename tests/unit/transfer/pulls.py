@@ -42,14 +42,19 @@ class Pulls:
         self._uuids = itertools.count(1_000_000)
 
     def task(
-        self, *uuids: int, peer: Peer = P1, pulled: Any = lambda: None, retry: Retry | None = None
+        self,
+        *uuids: int,
+        peer: Peer = P1,
+        nbytes: int = SIZE,
+        pulled: Any = lambda: None,
+        retry: Retry | None = None,
     ) -> PullTask:
         life = Lifecycle(0.0)
         life.advance(KVPoll.WaitingForInput, 0.0)
         life.advance(KVPoll.Transferring, 0.0)
         chunks = [PullChunk(uuid, 1, np.array([uuid], np.int32), 0) for uuid in uuids]
         specs: Any = [("layer group 1", "layer group 2")] * len(uuids)
-        return PullTask(7, life, peer, chunks, specs, [SIZE] * len(uuids), retry, pulled)
+        return PullTask(7, life, peer, chunks, specs, [nbytes] * len(uuids), retry, pulled)
 
     def start(self, *uuids: int, **options: Any) -> tuple[PullTask, Future[None]]:
         task = self.task(*uuids, **options)

@@ -9,7 +9,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import TransferAbortedError, TransferError
-from sgl_pd_connector.transfer import links, pull_executor
+from sgl_pd_connector.transfer import budget, links, pull_executor
 from sgl_pd_connector.transfer.pull_executor import WINDOW
 from tests.unit.transfer.fakes import wait_until
 from tests.unit.transfer.pulls import GONE, LATE, P1, P2, SIZE, Pulls
@@ -339,6 +339,36 @@ def test_a_chunk_larger_than_the_budget_is_pulled_alone() -> None:
     pulls.let_it_run()
     assert not pulls.transport.started(2)
     pulls.finish(first, [1, 2])
+    pulls.executor.close()
+
+
+def test_a_large_chunk_is_not_starved_by_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "OVERTAKING", 0.0)
+    pulls = Pulls(limit=2 * SIZE)
+    _, small = pulls.start(1)
+    pulls.transport.arrays(1)
+    _, large = pulls.start(2, nbytes=2 * SIZE)
+    _, late = pulls.start(3)
+    pulls.let_it_run()
+    assert not pulls.transport.started(3), "there is room for it, and somebody who has waited longer"
+    pulls.finish(small, [1])
+    pulls.finish(large, [2])
+    pulls.finish(late, [3])
+    pulls.executor.close()
+
+
+def test_a_large_chunk_that_is_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "OVERTAKING", 0.0)
+    pulls = Pulls(limit=2 * SIZE)
+    _, small = pulls.start(1)
+    pulls.transport.arrays(1)
+    task, large = pulls.start(2, nbytes=2 * SIZE)
+    _, late = pulls.start(3)
+    pulls.let_it_run()
+    task.life.fail(GONE, 0.0)
+    assert large.exception(20) is GONE
+    pulls.finish(late, [3])
+    pulls.finish(small, [1])
     pulls.executor.close()
 
 
