@@ -15,7 +15,8 @@ from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel, RouteLookup
-from sgl_pd_connector.transfer.interests import Interest, InterestTable, Timeouts
+from sgl_pd_connector.transfer.interest import Interest
+from sgl_pd_connector.transfer.interests import InterestTable, Timeouts
 from sgl_pd_connector.transfer.plan import ChunkPlanner, PullChunk, plan_pull
 from sgl_pd_connector.transfer.pool import KVRunner, PoolWriter
 from sgl_pd_connector.transfer.pull_executor import PullExecutor

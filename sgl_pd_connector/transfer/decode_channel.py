@@ -17,7 +17,8 @@ import zmq
 
 from sgl_pd_connector.errors import BootstrapError, PDError, ProtocolError
 from sgl_pd_connector.transfer.bad_frames import BadFrames
-from sgl_pd_connector.transfer.interests import Action, Interest, InterestTable, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.interest import Action, Interest, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.interests import InterestTable
 from sgl_pd_connector.transfer.side_socket import LINGER_MS, configure
 from sgl_pd_connector.transfer.wakeup import CommandQueue
 from sgl_pd_connector.wire import messages as msg

@@ -12,94 +12,28 @@ repeated: a prefill instance may have been restarted, or be new.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sgl_pd_connector.base import KVPoll
-from sgl_pd_connector.errors import BootstrapError, PDError, TransferAbortedError
+from sgl_pd_connector.errors import BootstrapError, PDError
 from sgl_pd_connector.transfer import reasons
-from sgl_pd_connector.transfer.lifecycle import Lifecycle
-from sgl_pd_connector.transfer.transport import Peer
+from sgl_pd_connector.transfer.farewells import Farewells
+from sgl_pd_connector.transfer.interest import (
+    RESUBSCRIBE,
+    Action,
+    Asked,
+    Interest,
+    LookUp,
+    PeerRoute,
+    Send,
+)
 from sgl_pd_connector.wire import messages as msg
-from sgl_pd_connector.wire.rooms import RoomKey
-
-RESUBSCRIBE = 1.0
-"""Seconds between repetitions of SUBSCRIBE: D's sign of life, and the remedy for lost messages."""
 
 LOOKUP_RETRY = 0.5
 """Seconds between look-ups while there is no prefill instance to ask."""
 
 LOOKUP_REPEAT = 2.0
 """Seconds between look-ups while none of those asked has the request."""
-
-
-class PeerRoute(NamedTuple):
-    """A prefill instance as the bootstrap server describes it."""
-
-    peer: Peer
-    zmq_addr: str
-
-    def __str__(self) -> str:
-        return reasons.prefill_instance(self.peer.instance_id, self.zmq_addr)
-
-
-@dataclass
-class Asked:
-    """What is known of one P that was asked: when it was last heard, or first asked, and what it said of the room."""
-
-    heard: float
-    known: str = "no"
-
-
-@dataclass(eq=False)
-class Interest:
-    """One receiver's side of the channel.
-
-    Attributes:
-        num_tokens: of the prompt; None until P has said it, if the engine did not.
-        ready: the plan, once P said READY; the latest if it was asked to offer again.
-        again: how often it was asked to.
-        source: the P that did. From then on it is the only one in `asked`.
-        asked: the instances that may have the request.
-        crossed_out: those that said they have not, for good.
-        known_at: when one of them last said that it has it; before that, when the first was asked.
-        left_at: when it was aborted, if no P knew of it then.
-        pages, nbytes: what is pulled, once that is known.
-        pulled_at: when all of it had arrived.
-    """
-
-    key: RoomKey
-    num_tokens: int | None
-    bootstrap_addr: str
-    attempt: int
-    life: Lifecycle
-    ready: msg.Ready | None = None
-    again: int = 0
-    source: PeerRoute | None = None
-    asked: dict[PeerRoute, Asked] = field(default_factory=dict)
-    crossed_out: set[PeerRoute] = field(default_factory=set)
-    known_at: float | None = None
-    looked_up_at: float = 0.0
-    lookup_pending: bool = False
-    lookup_error: PDError | None = None
-    next_subscribe: float = 0.0
-    left_at: float | None = None
-    pages: int = 0
-    nbytes: int = 0
-    pulled_at: float | None = None
-
-
-class LookUp(NamedTuple):
-    """Ask the bootstrap server of this interest for prefill instances; answer with `found` or `not_found`."""
-
-    interest: Interest
-
-
-class Send(NamedTuple):
-    """Send a message to a P."""
-
-    route: PeerRoute
-    message: msg.Message
 
 
 class Timeouts(NamedTuple):
@@ -109,9 +43,6 @@ class Timeouts(NamedTuple):
     peer_timeout: float
     prefill_timeout: float
     transfer_timeout: float
-
-
-Action = LookUp | Send
 
 
 class InterestTable:
@@ -140,8 +71,10 @@ class InterestTable:
         self._check = check
         self._ended = ended
         self._by_attempt: dict[int, Interest] = {}
-        # Over for the engine; P is still to be told. Not part of the above, which is what the engine waits for.
-        self._leaving: dict[int, Interest] = {}
+        # Over for the engine. Not part of the above, which is what the engine waits for.
+        self._farewells = Farewells(
+            ask=self._ask, bootstrap_timeout=timeouts.bootstrap_timeout, peer_timeout=timeouts.peer_timeout
+        )
 
     def __len__(self) -> int:
         return len(self._by_attempt)
@@ -155,36 +88,18 @@ class InterestTable:
 
     def offer_again(self, interest: Interest, now: float) -> list[Action]:
         """A pull failed, and with it what P had offered: asks for another offer, which will be `Interest.ready`."""
-        if self._get(interest.attempt) is None or interest.source is None:
+        if interest.attempt not in self._by_attempt or interest.source is None:
             return []
         interest.again += 1
         interest.next_subscribe = now + RESUBSCRIBE
         return [Send(interest.source, self._subscribe(interest, interest.source))]
 
     def over(self, interest: Interest, now: float) -> list[Action]:
-        """The life has ended, by whoever did it: tells P, once. Later calls do nothing."""
+        """The life has ended, by whoever did it: tells P. Later calls do nothing."""
         if self._by_attempt.pop(interest.attempt, None) is None:
             return []
         self._ended(interest)
-        if isinstance(interest.life.error, TransferAbortedError) and not _met(interest):
-            # An ABORT now would mean nothing to P, which would prefill and keep a copy for nobody. So the room is
-            # asked for until P knows it, and then given up.
-            interest.left_at = now
-            self._leaving[interest.attempt] = interest
-            return []
-        return self._farewell(interest)
-
-    def _farewell(self, interest: Interest) -> list[Action]:
-        key, life = interest.key, interest.life
-        message: msg.Message
-        if life.state is KVPoll.Success:
-            message = msg.Done(room=key.room, attempt=interest.attempt)
-        else:
-            error = life.failure_exception()
-            kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
-            reason = reasons.for_peer(key.room, error)
-            message = kind(room=key.room, attempt=interest.attempt, reason=reason)
-        return [Send(route, message) for route in interest.asked]
+        return self._farewells.add(interest, now)
 
     # What comes back.
 
@@ -193,7 +108,8 @@ class InterestTable:
         interest.lookup_pending = False
         interest.looked_up_at = now
         interest.lookup_error = None
-        if self._get(interest.attempt) is None or interest.ready is not None:
+        wanted = interest.attempt in self._by_attempt or self._farewells.asks_for(interest)
+        if not wanted or interest.ready is not None:
             return []
         new = [route for route in routes if route not in interest.asked and route not in interest.crossed_out]
         if new and interest.known_at is None:
@@ -215,12 +131,12 @@ class InterestTable:
 
     def on_message(self, route: PeerRoute, message: msg.Message, now: float) -> list[Action]:
         """What a P says. Anything about attempts that are over, or from the wrong P, changes nothing."""
-        interest = self._get(message.attempt)
+        interest = self._by_attempt.get(message.attempt) or self._farewells.get(message.attempt)
         if interest is None or route not in interest.asked or message.room != interest.key.room:
             return []
         interest.asked[route].heard = now
-        if interest.left_at is not None:
-            return self._on_message_leaving(interest, message)
+        if interest.attempt not in self._by_attempt:
+            return self._farewells.on_message(interest, route, message, now)
         match message:
             case msg.Wait():
                 return self._on_wait(interest, route, message, now)
@@ -240,17 +156,6 @@ class InterestTable:
         if asked.known != "yes" and interest.asked:
             return []
         return self._fail(interest, said(interest.key.room, str(route), message.reason), now)
-
-    def _on_message_leaving(self, interest: Interest, message: msg.Message) -> list[Action]:
-        match message:
-            case msg.Wait() if message.known != "yes":
-                return []
-            case msg.Wait() | msg.Ready():
-                del self._leaving[interest.attempt]
-                return self._farewell(interest)
-            case _:
-                del self._leaving[interest.attempt]
-                return []
 
     def _on_wait(self, interest: Interest, route: PeerRoute, wait: msg.Wait, now: float) -> list[Action]:
         had_it = interest.asked[route].known == "yes"
@@ -298,14 +203,7 @@ class InterestTable:
                 actions += self.over(interest, now)
             else:
                 actions += self._ask(interest, now)
-        for interest in list(self._leaving.values()):
-            assert interest.left_at is not None
-            if now - interest.left_at > self._timeouts.bootstrap_timeout:
-                del self._leaving[interest.attempt]
-                actions += self._farewell(interest)
-            else:
-                actions += self._ask(interest, now)
-        return actions
+        return actions + self._farewells.tick(now)
 
     def _ask(self, interest: Interest, now: float) -> list[Action]:
         """Look-ups and SUBSCRIBE, as often as they are due."""
@@ -323,7 +221,7 @@ class InterestTable:
         room, limits, age = interest.key.room, self._timeouts, interest.life.age(now)
         silent = now - max((asked.heard for asked in interest.asked.values()), default=now)
         if silent > limits.peer_timeout:
-            return reasons.prefill_silent(room, _names(interest), silent, limits.peer_timeout)
+            return reasons.prefill_silent(room, interest.who, silent, limits.peer_timeout)
         match interest.life.state:
             case KVPoll.Bootstrapping:
                 return (
@@ -332,10 +230,10 @@ class InterestTable:
                     else self._overdue_at_bootstrap(interest, age)
                 )
             case KVPoll.WaitingForInput if age > limits.prefill_timeout:
-                return reasons.no_pages(room, _names(interest), age, limits.prefill_timeout)
+                return reasons.no_pages(room, interest.who, age, limits.prefill_timeout)
             case KVPoll.Transferring if age > limits.transfer_timeout:
                 late = reasons.not_pulled if interest.pulled_at is None else reasons.not_written
-                return late(room, _names(interest), age, limits.transfer_timeout)
+                return late(room, interest.who, age, limits.transfer_timeout)
         return None
 
     def _overdue_at_bootstrap(self, interest: Interest, age: float) -> PDError | None:
@@ -348,7 +246,7 @@ class InterestTable:
     def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:
         room, who, limits, age = (
             interest.key.room,
-            _names(interest),
+            interest.who,
             self._timeouts,
             interest.life.age(now),
         )
@@ -367,17 +265,11 @@ class InterestTable:
         """Ends everything: this instance stops."""
         actions: list[Action] = []
         for interest in list(self._by_attempt.values()):
-            error = reasons.given_up(interest.key.room, _names(interest), reason)
+            error = reasons.given_up(interest.key.room, interest.who, reason)
             actions += self._fail(interest, error, now)
-        for interest in self._leaving.values():
-            actions += self._farewell(interest)
-        self._leaving.clear()
-        return actions
+        return actions + self._farewells.close(now)
 
     # Steps shared by the above.
-
-    def _get(self, attempt: int) -> Interest | None:
-        return self._by_attempt.get(attempt) or self._leaving.get(attempt)
 
     def _look_up(self, interest: Interest, now: float) -> list[Action]:
         if interest.lookup_pending:
@@ -400,12 +292,3 @@ class InterestTable:
     def _fail(self, interest: Interest, error: PDError, now: float) -> list[Action]:
         interest.life.fail(error, now)
         return self.over(interest, now)
-
-
-def _names(interest: Interest) -> str:
-    return ", ".join(sorted(map(str, interest.asked)))
-
-
-def _met(interest: Interest) -> bool:
-    """Whether a P knows of it, or has said that it never will."""
-    return bool(interest.crossed_out) or any(asked.known == "yes" for asked in interest.asked.values())

@@ -181,22 +181,30 @@ class OfferTable:
         match message:
             case msg.Subscribe():
                 return self._on_subscribe(peer, message, now)
-            case msg.Done():
-                offer = self._claimed_by(message)
-                if offer is None or not offer.uuids:
-                    return []
-                offer.life.advance(KVPoll.Success, now)
-                return self._forget(offer)
-            case msg.Failed() | msg.Abort():
-                offer = self._claimed_by(message)
-                if offer is not None:
-                    said = reasons.peer_failed if isinstance(message, msg.Failed) else reasons.peer_gave_up
-                    error = said(offer.key.room, offer.peer_name, message.reason)
-                    return self._end(offer, error, now, tell_peer=False)
-                self._drop_subscription(message.attempt)
-                return []
+            case msg.Done() | msg.Failed() | msg.Abort():
+                # Repeated until it is answered that there is nothing more.
+                actions = self._on_farewell(message, now)
+                known: Literal["yes", "no"] = "no" if self._claimed_by(message) is None else "yes"
+                return [*actions, _wait(peer, message, known)]
             case _:
                 return []
+
+    def _on_farewell(self, message: msg.Done | msg.Failed | msg.Abort, now: float) -> list[Action]:
+        offer = self._claimed_by(message)
+        match message:
+            case _ if offer is None:
+                self._drop_subscription(message.attempt)
+                return []
+            case msg.Done() if not offer.uuids:
+                return []  # nothing was offered yet
+            case msg.Done():
+                offer.life.advance(KVPoll.Success, now)
+                return self._forget(offer)
+            case msg.Failed():
+                error: PDError = reasons.peer_failed(offer.key.room, offer.peer_name, message.reason)
+            case msg.Abort():
+                error = reasons.peer_gave_up(offer.key.room, offer.peer_name, message.reason)
+        return self._end(offer, error, now, tell_peer=False)
 
     def _on_subscribe(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
         name = reasons.decode_instance(message.instance_id, peer)
@@ -369,9 +377,7 @@ class OfferTable:
                 del self._waiting[key]
 
 
-def _wait(
-    peer: Any, message: msg.Subscribe, known: Literal["no", "other_prompt", "yes", "restarted"]
-) -> Reply:
+def _wait(peer: Any, message: msg.Message, known: Literal["no", "other_prompt", "yes", "restarted"]) -> Reply:
     return Reply(peer, msg.Wait(room=message.room, attempt=message.attempt, known=known))
 
 

@@ -11,7 +11,7 @@ import jax
 from sgl_pd_connector.bootstrap.client import BootstrapClient
 from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.errors import ForbiddenPeerError, IncompatiblePeerError
-from sgl_pd_connector.transfer.interests import PeerRoute
+from sgl_pd_connector.transfer.interest import PeerRoute
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.allow import AllowList

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sgl_pd_connector.base import BaseKVReceiver, KVPoll
 from sgl_pd_connector.errors import PDError
 from sgl_pd_connector.transfer import reasons
-from sgl_pd_connector.transfer.interests import Interest
+from sgl_pd_connector.transfer.interest import Interest
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.wire.rooms import MAX_ROOM, RoomKey
 

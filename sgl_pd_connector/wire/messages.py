@@ -3,7 +3,8 @@
 ========== ========= =================================================================================
 SUBSCRIBE  D -> P    "tell me when this room is ready"; repeated as a sign of life, it renews P's lease. After a pull
                      has failed: "offer it again"
-WAIT       P -> D    "I am here"; whether the room is known, so that D can tell a slow P from a dead one
+WAIT       P -> D    "I am here"; whether the room is known, so that D can tell a slow P from a dead one, and knows that
+                     P has heard the end
 READY      P -> D    the packed copy is offered: its layout, its chunks and the uuid of each
 DONE       D -> P    everything is pulled and written: drop the copy
 FAILED     both      it went wrong, and why; final
@@ -11,7 +12,8 @@ ABORT      both      the request is gone: client left, request aborted, server s
 ========== ========= =================================================================================
 
 ``attempt`` is D's random number for one try at one request. Messages are idempotent and may be lost, repeated or late:
-SUBSCRIBE is repeated until READY arrives, and whatever names an attempt that is over is ignored.
+SUBSCRIBE is repeated until READY arrives, what ends a request on D until P answers that it has none, and whatever names
+an attempt that is over changes nothing.
 """
 
 from __future__ import annotations

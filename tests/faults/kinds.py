@@ -34,6 +34,7 @@ class Fault:
             asked of the native transfer server, which then keeps the sockets of that connection for ever.
         replaced: whether its successor is there at once, and so receives requests that had not reached it.
         harmless: states whose requests must end with the right bytes at D.
+        told: whether P must learn of that.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Fault:
     replaced: bool = False
     signed: bool = False
     harmless: frozenset[str] = DELIVERED
+    told: bool = False
 
     @property
     def title(self) -> str:
@@ -53,7 +55,7 @@ class Fault:
 
 def faults() -> Iterator[Fault]:
     """All of them, the harmless ones first."""
-    yield Fault("none", "-", lambda _scene: None, None, harmless=ALL)
+    yield Fault("none", "-", lambda _scene: None, None, harmless=ALL, told=True)
     yield from message_faults()
     yield from cuts()
     yield from stops()
@@ -76,7 +78,7 @@ def message_faults() -> Iterator[Fault]:
 
         for signed in (False, True) if unsigned else (True,):
             target = "P-D, signed" if signed else "P-D"
-            yield Fault(name, target, inject, None, heal, harmless=harmless, signed=signed)
+            yield Fault(name, target, inject, None, heal, harmless=harmless, told=True, signed=signed)
 
 
 def cuts() -> Iterator[Fault]:
@@ -103,7 +105,7 @@ def cuts() -> Iterator[Fault]:
                     proxy.set(Mode.PASS)
 
             yield Fault(name, link, inject, lasts, heal, harmless=harmless)
-    yield Fault("cut, closed", "transfer data", cut_data, harmless=ALL)
+    yield Fault("cut, closed", "transfer data", cut_data, harmless=ALL, told=True)
 
 
 def cut_data(scene: Scene) -> None:

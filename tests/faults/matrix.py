@@ -184,4 +184,6 @@ def _cell(fault: Fault, request: Request) -> Cell:
             cell.problems.append(f"{name} is still in {side.state}")
     if request.name in fault.harmless and d.state != "Success":
         cell.problems.append(f"must not be harmed, but D: {d.error}")
+    if request.name in fault.harmless and fault.told and p.state != "Success":
+        cell.problems.append(f"D has everything, but P: {p.error}")
     return cell

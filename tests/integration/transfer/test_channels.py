@@ -15,7 +15,8 @@ from sgl_pd_connector.errors import BootstrapError, ConfigError, IncompatiblePee
 from sgl_pd_connector.transfer import interests, offers
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel
-from sgl_pd_connector.transfer.interests import Interest, InterestTable, PeerRoute
+from sgl_pd_connector.transfer.interest import Interest, PeerRoute
+from sgl_pd_connector.transfer.interests import InterestTable
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.offers import Offer, OfferTable, PackedChunk
 from sgl_pd_connector.transfer.prefill_channel import PrefillChannel

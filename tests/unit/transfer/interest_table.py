@@ -9,15 +9,8 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import BootstrapError, IncompatiblePeerError
-from sgl_pd_connector.transfer.interests import (
-    Action,
-    Interest,
-    InterestTable,
-    LookUp,
-    PeerRoute,
-    Send,
-    Timeouts,
-)
+from sgl_pd_connector.transfer.interest import Action, Interest, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.interests import InterestTable, Timeouts
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire import messages as msg
@@ -102,7 +95,8 @@ class D:
         return [m for to, m in self.sent if isinstance(m, kind) and route in (None, to)]
 
     def endings(self) -> list[tuple[PeerRoute, msg.Message]]:
-        return [(to, m) for to, m in self.sent if not isinstance(m, msg.Subscribe)]
+        """What was said to end a request, without repetitions."""
+        return list(dict.fromkeys((to, m) for to, m in self.sent if not isinstance(m, msg.Subscribe)))
 
 
 def looking(d: D) -> Interest:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import BootstrapError, TransferAbortedError
-from sgl_pd_connector.transfer.interests import Interest, PeerRoute
+from sgl_pd_connector.transfer.interest import Interest, PeerRoute
 from sgl_pd_connector.wire import messages as msg
 from tests.unit.transfer.interest_table import P1, P1_AGAIN, P2, D
 
@@ -82,7 +82,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(interest.life.is_final for interest in self.d.ended)
         assert len(self.d.table) == len(self.all) - len(self.d.ended)
         ends = [(to, m.attempt) for to, m in self.d.endings()]
-        assert len(ends) == len(set(ends)), "nobody is told twice"
+        assert len(ends) == len(set(ends)), "nobody is told two things"
 
     def teardown(self) -> None:
         self.d.do(self.d.table.close("stopping", self.d.now))

@@ -9,7 +9,8 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import TransferAbortedError, TransferError
-from sgl_pd_connector.transfer.interests import LOOKUP_REPEAT, Interest
+from sgl_pd_connector.transfer.interest import Interest
+from sgl_pd_connector.transfer.interests import LOOKUP_REPEAT
 from sgl_pd_connector.wire import messages as msg
 from tests.unit.transfer.interest_table import (
     LIMITS,
@@ -135,6 +136,7 @@ def test_an_abort_waits_for_a_p_that_does_not_know_the_request_yet(
     else:
         d.told("yes")
     assert d.endings() == [(P1, GONE)]
+    d.told("no")
     sent = len(d.sent)
     d.pass_time(5)
     assert len(d.sent) == sent
@@ -146,6 +148,7 @@ def test_an_abort_does_not_wait_for_ever(d: D, state: Callable[[D], Interest]) -
     leave(d, state(d))
     d.pass_time(LIMITS.bootstrap_timeout + 1, (P1, "no"))
     assert d.endings() == [(P1, GONE)]
+    d.told("no")
     sent = len(d.sent)
     d.pass_time(5)
     assert len(d.sent) == sent

@@ -9,7 +9,8 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import BootstrapError, IncompatiblePeerError, TransferTimeoutError
-from sgl_pd_connector.transfer.interests import LOOKUP_REPEAT, LOOKUP_RETRY, RESUBSCRIBE, Interest
+from sgl_pd_connector.transfer.interest import RESUBSCRIBE, Interest
+from sgl_pd_connector.transfer.interests import LOOKUP_REPEAT, LOOKUP_RETRY
 from sgl_pd_connector.wire import messages as msg
 from tests.unit.transfer.interest_table import (
     LIMITS,

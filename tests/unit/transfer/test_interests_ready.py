@@ -9,7 +9,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import IncompatiblePeerError, TransferAbortedError
-from sgl_pd_connector.transfer.interests import Interest
+from sgl_pd_connector.transfer.interest import Interest
 from sgl_pd_connector.wire import messages as msg
 from tests.unit.transfer.interest_table import P1, P2, D, asking, error_of, promised, pulled, pulling, ready
 

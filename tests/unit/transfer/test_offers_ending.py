@@ -35,35 +35,35 @@ pytestmark = pytest.mark.unit
 def test_done_is_success_and_frees_everything(p: P) -> None:
     offer = offered(p)
     assert p.table.registered_bytes == SIZE
-    assert p.done() == []
+    assert only(p.done()).known == "no"
     assert offer.life.state is KVPoll.Success
     assert p.ended == [offer]
     p.assert_nothing_is_held()
 
 
-def test_a_second_done_is_harmless(p: P) -> None:
+def test_a_second_done_is_answered_like_the_first(p: P) -> None:
     offer = offered(p)
-    p.done()
-    p.done()
+    assert p.done() == p.done()
     assert p.ended == [offer]
 
 
 @pytest.mark.parametrize("state", [unasked, packed, asked])
 def test_a_done_before_ready_is_ignored(p: P, state: Callable[[P], Offer]) -> None:
     offer = state(p)
-    assert p.done() == []
+    assert only(p.done()).known == ("yes" if offer.attempt is not None else "no")
     assert offer.life.state is STATES[state]
 
 
 @in_every_state
 @pytest.mark.parametrize("message", [msg.Done, msg.Failed, msg.Abort])
 @pytest.mark.parametrize(("room", "attempt"), [(7, 99), (8, 1)])
-def test_messages_of_another_attempt_or_room_are_ignored(
+def test_messages_of_another_attempt_or_room_change_nothing(
     p: P, state: Callable[[P], Offer], message: Any, room: int, attempt: int
 ) -> None:
     offer = state(p)
     fields = {} if message is msg.Done else {"reason": "x"}
-    assert p.hear(message(room=room, attempt=attempt, **fields)) == []
+    answer = msg.Wait(room=room, attempt=attempt, known="no")
+    assert p.hear(message(room=room, attempt=attempt, **fields)) == [answer]
     assert offer.life.state is STATES[state]
 
 
@@ -96,18 +96,18 @@ def test_what_only_p_says_is_ignored(p: P, state: Callable[[P], Offer], message:
         (msg.Abort(room=7, attempt=1, reason="client gone"), TransferAbortedError),
     ],
 )
-def test_what_d_gives_up_is_over_and_d_is_not_told(
+def test_what_d_gives_up_is_over_and_d_hears_only_that_it_is(
     p: P, state: Callable[[P], Offer], message: Any, kind: type[PDError]
 ) -> None:
     offer = state(p)
-    assert p.hear(message) == []
+    assert only(p.hear(message)).known == "no"
     error = offer.life.failure_exception()
     assert type(error) is kind
     assert message.reason in str(error)
     assert "decode-0" in str(error)
     assert p.ended == [offer]
     p.assert_nothing_is_held()
-    assert p.hear(message) == []
+    assert only(p.hear(message)).known == "no"
     assert p.ended == [offer]
 
 

@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from sgl_pd_connector.errors import ConfigError, ProtocolError
-from sgl_pd_connector.transfer.interests import Interest, InterestTable, PeerRoute
+from sgl_pd_connector.transfer.interest import Interest, PeerRoute
+from sgl_pd_connector.transfer.interests import InterestTable
 from sgl_pd_connector.transfer.interests import Timeouts as InterestTimeouts
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.offers import Offer, OfferTable, PackedChunk, Release
