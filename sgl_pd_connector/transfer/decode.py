@@ -17,6 +17,7 @@ from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel, RouteLookup
 from sgl_pd_connector.transfer.interest import Interest
 from sgl_pd_connector.transfer.interests import InterestTable, Timeouts
+from sgl_pd_connector.transfer.known_routes import KnownRoutes
 from sgl_pd_connector.transfer.plan import ChunkPlanner, PullChunk, plan_pull
 from sgl_pd_connector.transfer.pool import KVRunner, PoolWriter
 from sgl_pd_connector.transfer.pull_executor import PullExecutor
@@ -63,7 +64,11 @@ class DecodeSide:
             ended=self._record,
         )
         self.channel = DecodeChannel(
-            table, codec=FrameCodec(secret), look_up=look_up, peer_timeout=config.peer_timeout
+            table,
+            codec=FrameCodec(secret),
+            look_up=look_up,
+            known=KnownRoutes(config.heartbeat_ttl),
+            peer_timeout=config.peer_timeout,
         )
 
     def start(self, runner: KVRunner) -> None:

@@ -17,8 +17,9 @@ import zmq
 
 from sgl_pd_connector.errors import BootstrapError, PDError, ProtocolError
 from sgl_pd_connector.transfer.bad_frames import BadFrames
-from sgl_pd_connector.transfer.interest import Action, Interest, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.interest import Action, Interest, LookUp, Lost, PeerRoute, Send
 from sgl_pd_connector.transfer.interests import InterestTable
+from sgl_pd_connector.transfer.known_routes import KnownRoutes
 from sgl_pd_connector.transfer.side_socket import LINGER_MS, configure
 from sgl_pd_connector.transfer.wakeup import CommandQueue
 from sgl_pd_connector.wire import messages as msg
@@ -30,8 +31,6 @@ TICK = 0.1
 TICK_MS = int(TICK * 1000)
 # Each bootstrap server that does not answer occupies one for `peer_timeout`; the others must not wait for it.
 LOOKUP_THREADS = 32
-# A route found a moment ago is good enough for the next request: bursts ask the bootstrap server once.
-ROUTE_CACHE = 1.0
 # A socket that nobody used for so long belongs to a peer that is gone.
 SOCKET_IDLE = 120.0
 RECEIVE_BURST = 256
@@ -52,25 +51,32 @@ class DecodeChannel:
     """Speaks the side channel with every prefill instance of one decode instance."""
 
     def __init__(
-        self, table: InterestTable, *, codec: FrameCodec, look_up: RouteLookup, peer_timeout: float
+        self,
+        table: InterestTable,
+        *,
+        codec: FrameCodec,
+        look_up: RouteLookup,
+        known: KnownRoutes,
+        peer_timeout: float,
     ) -> None:
         """
         Args:
             table: handed over: from now on only this thread touches it.
             codec: handed over likewise.
             look_up: asks a bootstrap server.
+            known: handed over likewise; its answers so far.
             peer_timeout: see `side_socket.configure`.
         """
         self._table = table
         self._codec = codec
         self._look_up = look_up
+        self._known = known
         self._peer_timeout = peer_timeout
         self._commands = CommandQueue()
         self._stopping = False
         self.bad_frames = BadFrames("decode side channel")
         self._context = zmq.Context()
         self._lines: dict[PeerRoute, _Line] = {}
-        self._routes: dict[str, tuple[float, Sequence[PeerRoute]]] = {}
         # Who waits for the look-up that is under way at a bootstrap address: one at a time, so that a server that does
         # not answer costs one thread and no queue.
         self._looking: dict[str, list[Interest]] = {}
@@ -158,15 +164,19 @@ class DecodeChannel:
             match action:
                 case LookUp():
                     self._start_lookup(action.interest)
+                case Lost():
+                    self._known.forget(action.route)
                 case Send():
                     self._send(action.route, action.message)
 
     def _start_lookup(self, interest: Interest) -> None:
-        addr = interest.bootstrap_addr
-        cached = self._routes.get(addr)
-        if cached is not None and time.monotonic() - cached[0] < ROUTE_CACHE:
-            self._execute(self._table.found(interest, cached[1], time.monotonic()))
-        elif addr in self._looking:
+        addr, now = interest.bootstrap_addr, time.monotonic()
+        known = self._known.get(addr)
+        if self._known.is_fresh(addr, now):
+            self._execute(self._table.found(interest, known, now))
+            return
+        self._execute(self._table.suggest(interest, known, now))
+        if addr in self._looking:
             self._looking[addr].append(interest)
         elif not self._stopping:
             self._looking[addr] = [interest]
@@ -190,8 +200,7 @@ class DecodeChannel:
             for interest in interests:
                 self._execute(self._table.not_found(interest, answer, now))
             return
-        if answer:
-            self._routes[addr] = (now, answer)
+        self._known.learn(addr, answer, now)
         for interest in interests:
             self._execute(self._table.found(interest, answer, now))
 
@@ -214,5 +223,3 @@ class DecodeChannel:
             line = self._lines.pop(route)
             self._poller.unregister(line.socket)
             line.socket.close(0)
-        for addr in [addr for addr, (at, _) in self._routes.items() if now - at > ROUTE_CACHE]:
-            del self._routes[addr]

@@ -86,6 +86,12 @@ class LookUp(NamedTuple):
     interest: Interest
 
 
+class Lost(NamedTuple):
+    """A P that is gone, or was restarted: nobody is to be sent there again."""
+
+    route: PeerRoute
+
+
 class Send(NamedTuple):
     """Send a message to a P."""
 
@@ -93,4 +99,4 @@ class Send(NamedTuple):
     message: msg.Message
 
 
-Action = LookUp | Send
+Action = LookUp | Lost | Send

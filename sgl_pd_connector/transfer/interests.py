@@ -24,6 +24,7 @@ from sgl_pd_connector.transfer.interest import (
     Asked,
     Interest,
     LookUp,
+    Lost,
     PeerRoute,
     Send,
 )
@@ -108,6 +109,10 @@ class InterestTable:
         interest.lookup_pending = False
         interest.looked_up_at = now
         interest.lookup_error = None
+        return self.suggest(interest, routes, now)
+
+    def suggest(self, interest: Interest, routes: Sequence[PeerRoute], now: float) -> list[Action]:
+        """Prefill instances that were there when the bootstrap server was last asked. The look-up goes on."""
         wanted = interest.attempt in self._by_attempt or self._farewells.asks_for(interest)
         if not wanted or interest.ready is not None:
             return []
@@ -159,16 +164,18 @@ class InterestTable:
 
     def _on_wait(self, interest: Interest, route: PeerRoute, wait: msg.Wait, now: float) -> list[Action]:
         had_it = interest.asked[route].known == "yes"
+        actions: list[Action] = []
         if wait.known == "restarted":
             del interest.asked[route]
             interest.crossed_out.add(route)
+            actions.append(Lost(route))
         else:
             interest.asked[route].known = wait.known
         if wait.known == "yes":
             interest.known_at = now
         elif had_it:
-            return self._fail(interest, reasons.prefill_forgot(interest.key.room, str(route)), now)
-        return []
+            actions += self._fail(interest, reasons.prefill_forgot(interest.key.room, str(route)), now)
+        return actions
 
     def _on_ready(self, interest: Interest, route: PeerRoute, ready: msg.Ready, now: float) -> list[Action]:
         if ready.again != interest.again or (interest.ready and interest.ready.again == ready.again):
@@ -199,6 +206,8 @@ class InterestTable:
                 error = self._overdue(interest, now)
                 if error is not None:
                     interest.life.fail(error, now)
+                if self._silence(interest, now) > self._timeouts.peer_timeout:
+                    actions += map(Lost, interest.asked)
             if interest.life.is_final:
                 actions += self.over(interest, now)
             else:
@@ -219,9 +228,9 @@ class InterestTable:
 
     def _overdue(self, interest: Interest, now: float) -> PDError | None:
         room, limits, age = interest.key.room, self._timeouts, interest.life.age(now)
-        silent = now - max((asked.heard for asked in interest.asked.values()), default=now)
-        if silent > limits.peer_timeout:
-            return reasons.prefill_silent(room, interest.who, silent, limits.peer_timeout)
+        silence = self._silence(interest, now)
+        if silence > limits.peer_timeout:
+            return reasons.prefill_silent(room, interest.who, silence, limits.peer_timeout)
         match interest.life.state:
             case KVPoll.Bootstrapping:
                 return (
@@ -235,6 +244,11 @@ class InterestTable:
                 late = reasons.not_pulled if interest.pulled_at is None else reasons.not_written
                 return late(room, interest.who, age, limits.transfer_timeout)
         return None
+
+    @staticmethod
+    def _silence(interest: Interest, now: float) -> float:
+        """Seconds since any P that was asked has answered."""
+        return now - max((asked.heard for asked in interest.asked.values()), default=now)
 
     def _overdue_at_bootstrap(self, interest: Interest, age: float) -> PDError | None:
         limit = self._timeouts.bootstrap_timeout

@@ -12,7 +12,6 @@ from tests.faults.scene import DEADLINES, ROLES, Scene
 
 ALL = frozenset(STATES)
 DELIVERED = frozenset({"pulled-not-acked", "decoding"})
-LOOKED_UP = ALL - {"queued"}
 
 TWICE = 2 * max(DEADLINES["peer_timeout"], DEADLINES["lease"], DEADLINES["transfer_timeout"])
 """Twice the deadline of whoever waits for a peer that is silent."""
@@ -84,7 +83,7 @@ def message_faults() -> Iterator[Fault]:
 def cuts() -> Iterator[Fault]:
     links: dict[str, tuple[Callable[[Scene], list[Proxy]], frozenset[str], frozenset[str]]] = {
         # The link, and the states that must not be harmed when it is closed or swallows everything.
-        "bootstrap": (lambda scene: [scene.view, scene.heartbeats], ALL, LOOKED_UP),
+        "bootstrap": (lambda scene: [scene.view, scene.heartbeats], ALL, ALL),
         "side channel": (lambda scene: [scene.view.side_channel], ALL, DELIVERED),
         "transfer": (lambda scene: list(scene.view.transfers.values()), DELIVERED, DELIVERED),
     }
@@ -116,7 +115,7 @@ def cut_data(scene: Scene) -> None:
 
 def stops() -> Iterator[Fault]:
     for role in ROLES:
-        harmless = LOOKED_UP if role == "bootstrap" else DELIVERED
+        harmless = ALL if role == "bootstrap" else DELIVERED
         yield Fault(
             "SIGSTOP, SIGCONT",
             role,
@@ -129,7 +128,7 @@ def stops() -> Iterator[Fault]:
 
 def deaths() -> Iterator[Fault]:
     for role in ("bootstrap", "D", "P"):
-        harmless = {"bootstrap": LOOKED_UP, "P": DELIVERED, "D": frozenset[str]()}[role]
+        harmless = {"bootstrap": ALL, "P": DELIVERED, "D": frozenset[str]()}[role]
         yield Fault(
             "SIGKILL",
             role,
@@ -153,7 +152,7 @@ def deaths() -> Iterator[Fault]:
                 inject,
                 kills=True,
                 replaced=True,
-                harmless=ALL if role == "bootstrap" else harmless,
+                harmless=harmless,
             )
 
 

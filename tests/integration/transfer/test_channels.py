@@ -17,6 +17,7 @@ from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel
 from sgl_pd_connector.transfer.interest import Interest, PeerRoute
 from sgl_pd_connector.transfer.interests import InterestTable
+from sgl_pd_connector.transfer.known_routes import KnownRoutes
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.offers import Offer, OfferTable, PackedChunk
 from sgl_pd_connector.transfer.prefill_channel import PrefillChannel
@@ -225,7 +226,9 @@ class D:
             check=lambda *_: None,
             ended=self.ended.append,
         )
-        self.channel = DecodeChannel(table, codec=FrameCodec(None), look_up=look_up, peer_timeout=10.0)
+        self.channel = DecodeChannel(
+            table, codec=FrameCodec(None), look_up=look_up, known=KnownRoutes(15.0), peer_timeout=10.0
+        )
         self._attempts = iter(range(1, 10_000))
 
     def want(self, bootstrap: str) -> Interest:

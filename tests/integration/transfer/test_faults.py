@@ -226,6 +226,35 @@ def test_the_bootstrap_server_restarts(faulty: EnginePair) -> None:
     sender.wait("Success")
 
 
+def test_a_p_that_is_known_is_used_while_its_bootstrap_server_is_down(faulty: EnginePair) -> None:
+    faulty.request(TOKENS).finish()
+    assert faulty.bootstrap is not None
+    faulty.bootstrap.kill()
+    for _ in range(3):
+        moved = faulty.request(TOKENS)
+        moved.finish(within=IN_TIME)
+        assert faulty.d.digests(moved.d_pages) == faulty.p.digests(moved.p_pages)
+    faulty.bootstrap.close()
+    faulty.restart_bootstrap()
+    faulty.request(TOKENS).finish(within=IN_TIME)
+
+
+def test_a_known_p_that_was_restarted_meanwhile_is_not_taken_for_the_old_one(faulty: EnginePair) -> None:
+    fixed = {"instance_id": "prefill-0", "side_channel_port": free_port(), "transfer_port": free_port()}
+    faulty.p.close()
+    faulty.restart_p(**fixed)
+    faulty.request(TOKENS).finish()
+    assert faulty.bootstrap is not None
+    faulty.bootstrap.kill()
+    faulty.p.kill()
+    faulty.restart_p(**fixed)
+    moved = faulty.request(TOKENS)
+    # D only knows the predecessor, and the bootstrap server alone can say what it needs of the successor.
+    faulty.restart_bootstrap()
+    moved.finish(within=IN_TIME)
+    assert faulty.d.digests(moved.d_pages) == faulty.p.digests(moved.p_pages)
+
+
 def test_nothing_grows_over_many_requests_aborts_and_peers(faulty: EnginePair) -> None:
     def storm(count: int) -> None:
         for i in range(count):

@@ -9,7 +9,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import BootstrapError, IncompatiblePeerError
-from sgl_pd_connector.transfer.interest import Action, Interest, LookUp, PeerRoute, Send
+from sgl_pd_connector.transfer.interest import Action, Interest, LookUp, Lost, PeerRoute, Send
 from sgl_pd_connector.transfer.interests import InterestTable, Timeouts
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.transport import Peer
@@ -30,6 +30,7 @@ class D:
         self.registered: list[PeerRoute] | BootstrapError | IncompatiblePeerError = list(registered)
         self.look_ups: list[Interest] = []
         self.sent: list[tuple[PeerRoute, msg.Message]] = []
+        self.lost: list[PeerRoute] = []
         self.ended: list[Interest] = []
         self.refuse: Exception | None = None
         self.table = InterestTable(
@@ -49,6 +50,8 @@ class D:
             match action:
                 case LookUp(interest):
                     self.look_ups.append(interest)
+                case Lost(route):
+                    self.lost.append(route)
                 case Send(route, message):
                     assert msg.decode(msg.encode(message)) == message
                     self.sent.append((route, message))

@@ -15,6 +15,7 @@ from sgl_pd_connector.wire import messages as msg
 from tests.unit.transfer.interest_table import (
     LIMITS,
     P1,
+    P1_AGAIN,
     P2,
     STATES,
     D,
@@ -194,3 +195,51 @@ def test_a_p_that_has_it_may_take_its_time(d: D) -> None:
     assert not interest.life.is_final
     d.pass_time(1, (P1, "yes"))
     assert "prefill_timeout = 600" in error_of(interest)
+
+
+# What is known from before.
+
+
+def test_a_p_that_is_known_is_asked_before_the_look_up_is_answered(d: D) -> None:
+    interest = d.want()
+    d.do(d.table.suggest(interest, [P1], d.now))
+    assert len(d.messages(msg.Subscribe, P1)) == 1
+    d.answer_look_ups()
+    assert len(d.messages(msg.Subscribe, P1)) == 1
+    d.ready()
+    assert interest.source is P1
+
+
+def test_with_a_known_p_nothing_depends_on_the_bootstrap_server(d: D) -> None:
+    d.registered = BootstrapError("connection refused")
+    interest = d.want()
+    d.do(d.table.suggest(interest, [P1], d.now))
+    d.pass_time(2 * LIMITS.bootstrap_timeout, (P1, "yes"))
+    d.ready()
+    assert interest.life.state is KVPoll.WaitingForInput
+
+
+def test_a_known_p_that_was_replaced_is_asked_beside_its_successor() -> None:
+    d = D(P1_AGAIN)
+    interest = d.want()
+    d.do(d.table.suggest(interest, [P1], d.now))
+    d.answer_look_ups()
+    d.pass_time(LIMITS.peer_timeout + 5, (P1_AGAIN, "no"))
+    assert not interest.life.is_final
+    d.ready(P1_AGAIN)
+    assert interest.source is P1_AGAIN
+
+
+def test_nobody_is_sent_to_a_p_that_was_restarted(d: D) -> None:
+    asking(d)
+    d.told("restarted")
+    assert d.lost == [P1]
+
+
+def test_nobody_is_sent_to_a_p_that_is_silent() -> None:
+    d = D(P1, P2)
+    asking(d)
+    d.pass_time(LIMITS.peer_timeout + 1, (P2, "yes"))
+    assert d.lost == [], "one that does not answer is no news as long as another does"
+    d.pass_time(LIMITS.peer_timeout + 1)
+    assert set(d.lost) == {P1, P2}
