@@ -15,9 +15,10 @@ from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.budget import ByteBudget
 from sgl_pd_connector.transfer.decode_channel import DecodeChannel, RouteLookup
-from sgl_pd_connector.transfer.interest import Interest
+from sgl_pd_connector.transfer.interest import Interest, new_attempt
 from sgl_pd_connector.transfer.interests import InterestTable, Timeouts
 from sgl_pd_connector.transfer.known_routes import KnownRoutes
+from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.plan import ChunkPlanner, PullChunk, plan_pull
 from sgl_pd_connector.transfer.pool import KVRunner, PoolWriter
 from sgl_pd_connector.transfer.pull_executor import PullExecutor
@@ -26,6 +27,7 @@ from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.transfer.transport import Transport
 from sgl_pd_connector.wire.frames import FrameCodec
+from sgl_pd_connector.wire.rooms import RoomKey
 
 
 class DecodeSide:
@@ -83,6 +85,13 @@ class DecodeSide:
         if not self.channel.add(receiver.interest):
             error = reasons.given_up(receiver.bootstrap_room, "", "this decode instance is stopping")
             receiver.interest.life.fail(error, time.monotonic())
+
+    def refuse(self, key: RoomKey, bootstrap_addr: str, reason: str) -> None:
+        """Nobody will ask for anything in a room: P is told."""
+        life = Lifecycle(time.monotonic())
+        life.fail(reasons.given_up(key.room, "", reason), time.monotonic())
+        interest = Interest(key, None, bootstrap_addr, new_attempt(), life, whole_room=True)
+        self.channel.refused(interest)
 
     def receive(self, interest: Interest, page_ids: Sequence[int], skip_pages: int) -> None:
         """Starts the pull of an interest that is READY."""

@@ -96,6 +96,10 @@ class DecodeChannel:
         """False once closed."""
         return self._commands.put(lambda: self._execute(self._table.add(interest, time.monotonic())))
 
+    def refused(self, interest: Interest) -> None:
+        """P is told that nobody will ask for anything in the room."""
+        self._commands.put(lambda: self._execute(self._table.refused(interest, time.monotonic())))
+
     def offer_again(self, interest: Interest) -> None:
         """P is asked for another offer."""
         self._commands.put(lambda: self._execute(self._table.offer_again(interest, time.monotonic())))

@@ -74,7 +74,8 @@ class Farewells:
     ) -> list[Action]:
         """What one of `Interest.asked` says of it."""
         leaving = self._leaving[interest.attempt]
-        known = isinstance(message, msg.Ready) or (isinstance(message, msg.Wait) and message.known == "yes")
+        knows = ("yes", "other_prompt") if interest.whole_room else ("yes",)
+        known = isinstance(message, msg.Ready) or (isinstance(message, msg.Wait) and message.known in knows)
         if leaving.told is None and known:
             return self._tell(leaving, now)
         if leaving.told is None and isinstance(message, msg.Wait):
@@ -124,5 +125,7 @@ def _farewell(interest: Interest) -> msg.Message:
     if life.state is KVPoll.Success:
         return msg.Done(room=room, attempt=attempt)
     error = life.failure_exception()
-    kind = msg.Abort if isinstance(error, TransferAbortedError) else msg.Failed
-    return kind(room=room, attempt=attempt, reason=reasons.for_peer(room, error))
+    reason = reasons.for_peer(room, error)
+    if isinstance(error, TransferAbortedError):
+        return msg.Abort(room=room, attempt=attempt, reason=reason, whole_room=interest.whole_room)
+    return msg.Failed(room=room, attempt=attempt, reason=reason)

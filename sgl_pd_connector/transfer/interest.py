@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,10 +11,14 @@ from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire import messages as msg
-from sgl_pd_connector.wire.rooms import RoomKey
+from sgl_pd_connector.wire.rooms import MAX_ROOM, RoomKey
 
 RESUBSCRIBE = 1.0
 """Seconds between repetitions of SUBSCRIBE: D's sign of life, and the remedy for lost messages."""
+
+
+def new_attempt() -> int:
+    return secrets.randbelow(MAX_ROOM)
 
 
 class PeerRoute(NamedTuple):
@@ -46,6 +51,7 @@ class Interest:
         asked: the instances that may have the request.
         crossed_out: those that said they have not, for good.
         known_at: when one of them last said that it has it; before that, when the first was asked.
+        whole_room: it stands for an HTTP request that was refused, of which no prompt is known.
         pages, nbytes: what is pulled, once that is known.
         pulled_at: when all of it had arrived.
     """
@@ -65,6 +71,7 @@ class Interest:
     lookup_pending: bool = False
     lookup_error: PDError | None = None
     next_subscribe: float = 0.0
+    whole_room: bool = False
     pages: int = 0
     nbytes: int = 0
     pulled_at: float | None = None

@@ -87,6 +87,10 @@ class InterestTable:
         self._by_attempt[interest.attempt] = interest
         return self._look_up(interest, now)
 
+    def refused(self, interest: Interest, now: float) -> list[Action]:
+        """An HTTP request that this server refused (`Interest.whole_room`): P is told as soon as it knows the room."""
+        return self._farewells.add(interest, now)
+
     def offer_again(self, interest: Interest, now: float) -> list[Action]:
         """A pull failed, and with it what P had offered: asks for another offer, which will be `Interest.ready`."""
         if interest.attempt not in self._by_attempt or interest.source is None:

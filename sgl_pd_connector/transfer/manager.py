@@ -180,19 +180,34 @@ class JaxTransferKVManager(BaseKVManager):
             num_tokens: tokens of the prompt; what P says is checked against it.
             bootstrap_addr: ``host:port`` where P is registered; None: the manager's own.
         """
-        if self._decode is None:
-            raise ConfigError("this is a prefill instance: it creates senders, not receivers")
-        key = _key(room, prompt)
+        decode, key = self._of_decode(), _key(room, prompt)
         receiver = JaxTransferKVReceiver(
             self,
             bootstrap_addr or self.bootstrap_addr,
             key.room,
-            side=self._decode,
+            side=decode,
             prompt=prompt,
             num_tokens=num_tokens,
         )
-        self._decode.add(receiver)
+        decode.add(receiver)
         return receiver
+
+    def refuse(self, room: int, reason: str, bootstrap_addr: str | None = None) -> None:
+        """Of an HTTP request that this decode server refused before its engine had it: P is told. Never blocks.
+
+        P pairs by prompt, and such a request may never have had one: all of the room that no D has asked for ends.
+
+        Args:
+            room: the router's room, 0 <= room < 2**63.
+            reason: for P's log.
+            bootstrap_addr: as for `create_receiver`.
+        """
+        self._of_decode().refuse(_key(room, b""), bootstrap_addr or self.bootstrap_addr, reason)
+
+    def _of_decode(self) -> DecodeSide:
+        if self._decode is None:
+            raise ConfigError("this is a prefill instance: it creates senders, not receivers")
+        return self._decode
 
     def step(self) -> None:
         """One engine step: writes what has arrived (D), gathers what waited for room (P). Never blocks."""

@@ -181,6 +181,8 @@ class OfferTable:
         match message:
             case msg.Subscribe():
                 return self._on_subscribe(peer, message, now)
+            case msg.Abort() if message.whole_room:
+                return self._on_room_refused(peer, message, now)
             case msg.Done() | msg.Failed() | msg.Abort():
                 # Repeated until it is answered that there is nothing more.
                 actions = self._on_farewell(message, now)
@@ -205,6 +207,15 @@ class OfferTable:
             case msg.Abort():
                 error = reasons.peer_gave_up(offer.key.room, offer.peer_name, message.reason)
         return self._end(offer, error, now, tell_peer=False)
+
+    def _on_room_refused(self, peer: Any, message: msg.Abort, now: float) -> list[Action]:
+        self._drop_subscription(message.attempt)
+        actions: list[Action] = []
+        for offer in list(self._offers()):
+            if offer.key.room == message.room and offer.attempt in (None, message.attempt):
+                error = reasons.peer_gave_up(message.room, f"the decode instance at {peer}", message.reason)
+                actions += self._end(offer, error, now, tell_peer=False)
+        return [*actions, _wait(peer, message, "no")]
 
     def _on_subscribe(self, peer: Any, message: msg.Subscribe, now: float) -> list[Action]:
         name = reasons.decode_instance(message.instance_id, peer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING
 from sgl_pd_connector.base import BaseKVReceiver, KVPoll
 from sgl_pd_connector.errors import PDError
 from sgl_pd_connector.transfer import reasons
-from sgl_pd_connector.transfer.interest import Interest
+from sgl_pd_connector.transfer.interest import Interest, new_attempt
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
-from sgl_pd_connector.wire.rooms import MAX_ROOM, RoomKey
+from sgl_pd_connector.wire.rooms import RoomKey
 
 if TYPE_CHECKING:
     from sgl_pd_connector.transfer.decode import DecodeSide
@@ -38,7 +37,7 @@ class JaxTransferKVReceiver(BaseKVReceiver):
             key=RoomKey(bootstrap_room, prompt),
             num_tokens=num_tokens,
             bootstrap_addr=bootstrap_addr,
-            attempt=secrets.randbelow(MAX_ROOM),
+            attempt=new_attempt(),
             life=Lifecycle(time.monotonic()),
         )
 

@@ -46,6 +46,7 @@ class StepMetadata:
 
     Attributes:
         opened: new transfers.
+        refused: D: requests that the HTTP server refused, whose prompts are not known; P is told.
         dropped: transfers nobody wants any more, and why; the peer is told.
         preempted: P: sent requests that lost their pages: what was not copied out yet must not be.
         sends: P: all pages of prompts whose last chunk is computed in this step.
@@ -54,6 +55,7 @@ class StepMetadata:
     """
 
     opened: dict[str, Transfer] = field(default_factory=dict)
+    refused: dict[str, Transfer] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     sends: dict[str, list[int]] = field(default_factory=dict)

@@ -32,6 +32,7 @@ class Request(Protocol):
     lora_request: Any
     cache_salt: str | None
     mm_features: list[Any]
+    abort_immediately: bool
     status: Any
 
 
@@ -196,6 +197,10 @@ class DecodeScheduler:
                     f"the request has no {params.PORT} and this server no bootstrap_addr: give the router the "
                     "bootstrap port after the prefill server's URL"
                 )
+            if request.abort_immediately:
+                # Stands, with one made-up token, for a request that vLLM's HTTP server has refused.
+                self._next.refused[request.request_id] = Transfer(wanted.room, b"", 0, address)
+                return
             transfer = transfer_of(request, wanted.room, address)
         except RequestError as error:
             logger.warning("request %s is prefilled here: %s", request.request_id, error)

@@ -30,6 +30,8 @@ class Manager(Protocol):
         self, room: int, prompt: bytes = b"", num_tokens: int | None = None, bootstrap_addr: str | None = None
     ) -> BaseKVReceiver: ...
 
+    def refuse(self, room: int, reason: str, bootstrap_addr: str | None = None) -> None: ...
+
     def step(self) -> None: ...
 
 
@@ -149,6 +151,10 @@ class DecodeWorker:
         for request_id, transfer in orders.opened.items():
             with self._contained(request_id):
                 self._receivers[request_id] = self._open(transfer)
+        for request_id, transfer in orders.refused.items():
+            with self._contained(request_id):
+                reason = "the decode server refused the request"
+                self._manager.refuse(transfer.room, reason, transfer.bootstrap_addr)
         for request_id, reason in orders.dropped.items():
             self._abort(request_id, reason)
             if request_id in self._loading:

@@ -107,6 +107,8 @@ class Failed(_Message):
 class Abort(_Message):
     type: Literal["abort"] = "abort"
     reason: Reason
+    whole_room: bool = False
+    """D refused the HTTP request before it was one of its engine's: no D will ask for anything in the room."""
 
 
 Message = Subscribe | Wait | Ready | Done | Failed | Abort

@@ -139,6 +139,10 @@ class EngineProcess:
         )
         return Transfer(self, name)
 
+    def refuse(self, room: int, bootstrap: str) -> None:
+        """D's HTTP server refuses a request."""
+        self._call("refuse", room=room, bootstrap=bootstrap)
+
     def digests(self, pages: Sequence[int]) -> list[str]:
         """One digest per page, over the bytes of all layers."""
         result: list[str] = self._call("digests", pages=list(pages))

@@ -123,6 +123,9 @@ class Engine(Process):
     ) -> None:
         self._transfers[name] = self._manager.create_receiver(room, prompt, num_tokens, bootstrap)
 
+    def do_refuse(self, room: int, bootstrap: str) -> None:
+        self._manager.refuse(room, "too long", bootstrap)
+
     def do_send(self, name: str, pages: list[int]) -> bool:
         sender = self._transfers[name]
         assert isinstance(sender, BaseKVSender)

@@ -83,6 +83,16 @@ def test_what_a_plain_server_refuses_is_refused_with_its_words(pair: Pair, front
     assert pair.tokens(front, pair.fresh(20)), "the next request is served"
 
 
+def test_of_a_request_that_only_d_refuses_p_drops_its_copy_at_once(pair: Pair) -> None:
+    body = {"prompt": pair.fresh(100), "max_tokens": 4, **pair.routed(14)}
+    before = metric(pair.prefill, "sgl_pd_transfers_total", outcome="aborted")
+    pair.ask(pair.prefill, body)
+    refused = pair.post(pair.decode, {**body, "prompt": pair.fresh(2000)})
+    assert refused.status_code == httpx.codes.BAD_REQUEST
+    pair.assert_nothing_packed()
+    assert metric(pair.prefill, "sgl_pd_transfers_total", outcome="aborted") == before + 1
+
+
 class Doomed(NamedTuple):
     """A prefill server that will be killed, and a decode server that recomputes what it cannot get."""
 

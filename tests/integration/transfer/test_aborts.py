@@ -136,6 +136,14 @@ def test_d_gives_up_before_p_has_the_request_and_p_hears_of_it(pair: EnginePair)
     assert "gave up: client gone" in sender.error
 
 
+def test_a_request_that_ds_server_refused_is_dropped_by_p(pair: EnginePair) -> None:
+    sender = pair.p.sender("refused by D", 10**9 + 7, b"x", 8)
+    assert sender.send([0, 1])
+    pair.d.refuse(10**9 + 7, pair.p.bootstrap)
+    sender.wait("Failed", within=5)
+    assert "gave up: too long" in sender.error
+
+
 def test_what_is_over_cannot_be_aborted(pair: EnginePair) -> None:
     moved = pair.request(20)
     moved.finish()

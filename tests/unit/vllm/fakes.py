@@ -30,6 +30,7 @@ def request(name: str, num_tokens: int, **fields: Any) -> Any:
         "lora_request": None,
         "cache_salt": None,
         "mm_features": [],
+        "abort_immediately": False,
         "status": SimpleNamespace(name="RUNNING"),
     }
     return SimpleNamespace(**{**known, **fields})
@@ -84,6 +85,7 @@ class FakeManager:
     def __init__(self) -> None:
         self.senders: list[FakeSender] = []
         self.receivers: list[FakeReceiver] = []
+        self.refused: list[tuple[int, str | None]] = []
         self.steps = 0
         self.broken = False
 
@@ -96,6 +98,9 @@ class FakeManager:
     ) -> FakeReceiver:
         self.receivers.append(FakeReceiver(room, prompt, num_tokens, bootstrap_addr))
         return self.receivers[-1]
+
+    def refuse(self, room: int, reason: str, bootstrap_addr: str | None = None) -> None:
+        self.refused.append((room, bootstrap_addr))
 
     def step(self) -> None:
         self.steps += 1

@@ -58,6 +58,16 @@ def test_the_prompt_is_asked_for_on_arrival(engine: Engine, manager: FakeManager
     assert receiver.address == "127.0.0.1:8998"
 
 
+def test_of_a_request_that_the_http_server_refused_p_is_told(engine: Engine, manager: FakeManager) -> None:
+    engine.add(request("a", 1, abort_immediately=True))
+    engine.finish("a", "FINISHED_ABORTED")
+    engine.run()
+    assert manager.refused == [(7, "127.0.0.1:8998")]
+    assert manager.receivers == []
+    engine.run()
+    assert len(manager.refused) == 1
+
+
 def test_no_page_is_allocated_before_p_is_ready(engine: Engine, manager: FakeManager) -> None:
     new = engine.add(request("a", 10))
     assert engine.scheduler.matched_tokens(new, 0) == ASK_AGAIN
