@@ -33,6 +33,7 @@ def run(
     """
     import logging
     import signal
+    import time
 
     from sgl_pd_connector.bootstrap.server import HTTPBootstrapServer
     from sgl_pd_connector.config import load_config
@@ -43,9 +44,10 @@ def run(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
-    # Blocked before the server's thread starts, which inherits that: the signals wait for sigtimedwait below.
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    # Not sigtimedwait: Python lets it return as if a signal had come when the process was stopped and continued.
+    ends: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: ends.append(number))
     given = {"secret_file": secret_file} if secret_file is not None else {}
     config = load_config(given, where="command line")
     secret = config.read_secret()
@@ -58,8 +60,9 @@ def run(
     server.start()
     typer.echo(f"bootstrap server on {server.address.url()}")
     try:
-        while signal.sigtimedwait(ends, 0.5) is None:
+        while not ends:
             if not server.poll():
                 raise BootstrapError("the bootstrap server ended by itself: see its log lines")
+            time.sleep(0.2)
     finally:
         server.stop()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,19 @@ def test_it_serves_until_told_to_end(host: str, ending: signal.Signals) -> None:
             assert client.put(make_route()).ttl == 7.0
             assert len(client.list("prefill")) == 1
         process.send_signal(ending)
+        assert process.wait(30) == 0
+
+
+def test_it_serves_on_after_it_was_stopped_and_continued() -> None:
+    with running("--port", "0") as (process, address):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)  # Longer than anything in it waits at a time.
+        process.send_signal(signal.SIGCONT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        with BootstrapClient(address) as client:
+            assert client.health().prefill == 0
+        process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 
 
