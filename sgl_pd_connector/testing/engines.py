@@ -19,6 +19,8 @@ from sgl_pd_connector.testing.hardware import tpu_chips
 from sgl_pd_connector.testing.servers import LOCALHOST, Server
 
 Role = Literal["plain", "prefill", "decode"]
+FailurePolicy = Literal["fail", "recompute"]
+"""What D does with a request whose KV does not arrive."""
 
 
 class Engine(Protocol):
@@ -60,7 +62,10 @@ class Engine(Protocol):
 
 @dataclass
 class VllmEngine:
-    """vLLM on tpu-inference. Attributes as in `Engine`; ``extra_args`` are further flags of ``vllm serve``."""
+    """vLLM on tpu-inference. Attributes as in `Engine`; ``extra_args`` are further flags of ``vllm serve``.
+
+    ``failure_policy`` is its ``kv_load_failure_policy``.
+    """
 
     model: str
     page_size: int
@@ -68,6 +73,7 @@ class VllmEngine:
     emulated: bool
     extra_args: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    failure_policy: FailurePolicy = "fail"
 
     def server(
         self, role: Role, *, port: int, directory: Path, settings: Mapping[str, Any] | None = None
@@ -79,6 +85,7 @@ class VllmEngine:
             transfer = {
                 "kv_connector": "SglJaxConnector",
                 "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+                "kv_load_failure_policy": self.failure_policy,
                 "kv_connector_extra_config": dict(settings or {}),
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -137,7 +144,8 @@ def _vllm(model: str | None) -> VllmEngine:
 class SglJaxEngine:
     """sgl-jax. Attributes as in `Engine`; ``extra_args`` are further flags of its server.
 
-    ``overlap`` is its overlap schedule, which gives wrong tokens under concurrency on the CPU, on a plain server too.
+    ``overlap`` is its overlap schedule, which gives wrong tokens under concurrency on the CPU, on a plain server too;
+    ``failure_policy`` its ``--disaggregation-failure-policy``.
     """
 
     model: str
@@ -147,6 +155,7 @@ class SglJaxEngine:
     overlap: bool = False
     extra_args: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    failure_policy: FailurePolicy = "recompute"
 
     def server(
         self, role: Role, *, port: int, directory: Path, settings: Mapping[str, Any] | None = None
@@ -157,12 +166,8 @@ class SglJaxEngine:
         command += ["--skip-server-warmup", *([] if self.overlap else ["--disable-overlap-schedule"])]
         command += self.extra_args
         if role != "plain":
-            command += [
-                "--disaggregation-mode",
-                role,
-                "--disaggregation-config",
-                json.dumps(dict(settings or {})),
-            ]
+            command += ["--disaggregation-mode", role, "--disaggregation-failure-policy", self.failure_policy]
+            command += ["--disaggregation-config", json.dumps(dict(settings or {}))]
         environment = {**self.environment, **({} if self.emulated else one_chip(role))}
         return Server(f"sgl-jax {role}", command, port, directory / f"{role}.log", environment)
 

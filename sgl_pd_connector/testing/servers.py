@@ -69,6 +69,12 @@ class Server:
         return f"http://{LOCALHOST}:{self.port}"
 
     @property
+    def group(self) -> int:
+        """The process group of the server and everything it has spawned."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -191,9 +197,16 @@ def mini_lb(prefill: Server, bootstrap_port: int, decode: Server, *, port: int, 
 
 
 def rust_router(
-    prefill: Server, bootstrap_port: int, decode: Server, *, port: int, metrics_port: int, log: Path
+    prefill: Server,
+    bootstrap_port: int,
+    decode: Server,
+    *,
+    port: int,
+    metrics_port: int,
+    log: Path,
+    options: Sequence[str] = (),
 ) -> Server:
-    """sglang's Rust router, unmodified, in front of one prefill and one decode server."""
+    """sglang's Rust router, unmodified, in front of one prefill and one decode server; with further ``options``."""
     command = [
         sys.executable,
         "-m",
@@ -203,7 +216,7 @@ def rust_router(
         "round_robin",
     ]
     command += ["--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url]
-    command += ["--host", LOCALHOST, "--port", str(port), "--prometheus-port", str(metrics_port)]
+    command += ["--host", LOCALHOST, "--port", str(port), "--prometheus-port", str(metrics_port), *options]
     return Server("Rust router", command, port, log, health="/readiness")
 
 

@@ -1,25 +1,30 @@
-"""`python -m tests.faults --json out.json`"""
+"""`python -m tests.faults --json out.json`: the core's matrix; `--engines vllm`, `--engines sgl-jax`: a real pair's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from tests.faults.kinds import SKIPPED, Fault, faults
-from tests.faults.matrix import Cell, Matrix
+from tests.faults import kinds
+from tests.faults.matrix import Matrix
 from tests.faults.requests import STATES
 from tests.faults.scene import DEADLINES, SECRET, Scene
+from tests.faults.verdict import Verdict, report, summary, table
 from tests.support.engine_pair import start_fork_server
 
+SHOWN = ("cells", "passed", "wrong_tokens", "hangs", "leaks", "seconds")
 
-def run_all(chosen: list[Fault], console: Console) -> list[Cell]:
-    cells: list[Cell] = []
+
+def run_core(only: str, console: Console) -> tuple[list[Verdict], dict[str, object]]:
+    start_fork_server()
+    cells: list[Verdict] = []
+    chosen = [fault for fault in kinds.faults() if only in fault.title]
     for secret in (None, SECRET):
         of_this_kind = [fault for fault in chosen if fault.signed == (secret is not None)]
         if of_this_kind:
@@ -28,65 +33,54 @@ def run_all(chosen: list[Fault], console: Console) -> list[Cell]:
                 for fault in of_this_kind:
                     began = time.monotonic()
                     row = matrix.run(fault)
-                    report(fault, row, time.monotonic() - began, console)
+                    report(fault.title, row, time.monotonic() - began, console)
                     cells += row
-    return cells
+    console.print(
+        table(cells, list(STATES), "how requests ended at P / D: = right bytes, e error, x process gone")
+    )
+    return cells, {"settings": DEADLINES, "skipped": kinds.SKIPPED}
 
 
-def report(fault: Fault, row: list[Cell], seconds: float, console: Console) -> None:
-    bad = [cell for cell in row if not cell.passed]
-    console.print(f"{fault.title}: {len(row) - len(bad)} of {len(row)} in {seconds:.1f} s")
-    for problem in sorted({problem for cell in bad for problem in cell.problems}):
-        where = ", ".join(cell.state for cell in bad if problem in cell.problems)
-        console.print(f"  {where}: {problem}", style="red", markup=False)
+def run_engines(
+    engine: str, only: str, logs: Path, console: Console
+) -> tuple[list[Verdict], dict[str, object]]:
+    from tests.faults.engines import kinds, pair
+    from tests.faults.engines.calls import FRONTS
+    from tests.faults.engines.storm import Storm
+    from tests.faults.engines.traffic import STATES
 
-
-def table(cells: list[Cell]) -> Table:
-    """A row per fault. How the request ended at P / at D."""
-    result = Table(title="how requests ended at P / D: = right bytes, e error, x process gone, red: wrong")
-    result.add_column("fault")
-    for state in STATES:
-        result.add_column(state)
-    signs = {"Success": "=", "Failed": "e", "lost": "x"}
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for cell in cells:
-        text = f"{signs.get(cell.p, '?')} / {signs.get(cell.d, '?')}"
-        rows.setdefault((cell.fault, cell.target), {})[cell.state] = (
-            text if cell.passed else f"[red]{text} ![/red]"
-        )
-    for (fault, target), row in rows.items():
-        result.add_row(f"{fault}: {target}", *(row[state] for state in STATES))
-    return result
-
-
-def summary(cells: list[Cell], seconds: float) -> dict[str, object]:
-    return {
-        "cells": len(cells),
-        "passed": sum(cell.passed for cell in cells),
-        "wrong_tokens": sum(cell.wrong_bytes for cell in cells),
-        "hangs": sum(cell.hang for cell in cells),
-        "leaks": sum(cell.leak for cell in cells),
-        "seconds": round(seconds, 1),
-        "settings": DEADLINES,
-        "skipped": SKIPPED,
-        "rows": [cell.as_dict() for cell in cells],
-    }
+    cells: list[Verdict] = []
+    with Storm(engine, logs) as storm:
+        for fault in kinds.faults():
+            if only in fault.title:
+                began = time.monotonic()
+                row = storm.run(fault)
+                report(fault.title, row, time.monotonic() - began, console)
+                cells += row
+    title = f"how clients of {', '.join(FRONTS)} ended: = right tokens, e error, x left"
+    console.print(table(cells, STATES, title))
+    return cells, {"engine": engine, "settings": pair.DEADLINES, "skipped": kinds.SKIPPED}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument(
+        "--engines", choices=("vllm", "sgl-jax"), help="real servers instead of the core alone"
+    )
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--only", default="", help="faults whose title contains this")
+    parser.add_argument("--logs", type=Path, help="directory for the logs of real servers")
     options = parser.parse_args()
     console = Console()
     began = time.monotonic()
-    start_fork_server()
-    cells = run_all([fault for fault in faults() if options.only in fault.title], console)
-    result = summary(cells, time.monotonic() - began)
-    console.print(table(cells))
-    console.print(
-        {key: result[key] for key in ("cells", "passed", "wrong_tokens", "hangs", "leaks", "seconds")}
-    )
+    if options.engines is None:
+        cells, more = run_core(options.only, console)
+    else:
+        logs = options.logs or Path(tempfile.mkdtemp(prefix="sgl-pd-faults-"))
+        console.print(f"logs of the servers: {logs}")
+        cells, more = run_engines(options.engines, options.only, logs, console)
+    result = summary(cells, time.monotonic() - began, **more)
+    console.print({key: result[key] for key in SHOWN})
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1))
     return 0 if result["cells"] == result["passed"] else 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
 from tests.faults.kinds import Fault
 from tests.faults.requests import Request, drive, let_go, new_request, place
 from tests.faults.scene import LONGEST, POOL, ROLES, Scene
+from tests.faults.verdict import Verdict
 
 MARGIN = 6.0
 """Seconds that a busy machine may add to a deadline."""
@@ -20,36 +21,28 @@ UNTOUCHED = 0
 NEXT_OWNER = 9
 
 
-@dataclass
-class Cell:
+SIGNS = {"Success": "=", "Failed": "e", "lost": "x"}
+
+
+@dataclass(kw_only=True)
+class Cell(Verdict):
     """One fault that met one request.
 
     Attributes:
-        problems: what did not hold; empty if the cell passed.
         p, d: how the request ended on either side, ``"lost"`` with its process.
         p_seconds, d_seconds: after how long.
     """
 
-    fault: str
-    target: str
-    state: str
     p: str
     d: str
     p_error: str
     d_error: str
     p_seconds: float | None
     d_seconds: float | None
-    wrong_bytes: bool = False
-    hang: bool = False
-    leak: bool = False
-    problems: list[str] = field(default_factory=list)
 
     @property
-    def passed(self) -> bool:
-        return not self.problems
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"passed": self.passed}
+    def sign(self) -> str:
+        return f"{SIGNS.get(self.p, '?')} / {SIGNS.get(self.d, '?')}"
 
 
 class Matrix:
@@ -102,7 +95,7 @@ class Matrix:
                 now[d] == self._expected[p] for p, d in zip(request.p_pages, request.d_pages, strict=True)
             )
             if request.d.state == "Success" and not request.d.lost and not right:
-                cell.wrong_bytes = True
+                cell.wrong = True
                 cell.problems.append("D reports success and holds wrong bytes")
         for request in requests:
             self._scene.d.fill(request.d_pages, NEXT_OWNER)
@@ -111,7 +104,7 @@ class Matrix:
         now = self._scene.d.digests(range(POOL.num_pages))
         for request, cell in zip(requests, cells, strict=True):
             if len({now[page] for page in request.d_pages}) != 1:
-                cell.wrong_bytes = True
+                cell.wrong = True
                 cell.problems.append("something was written into pages after their request had ended")
 
     def _next_request_problem(self) -> str:
@@ -168,15 +161,15 @@ def _lose(requests: list[Request], fault: Fault) -> None:
 def _cell(fault: Fault, request: Request) -> Cell:
     p, d = request.p, request.d
     cell = Cell(
-        fault.name,
-        fault.target,
-        request.name,
-        "lost" if p.lost else p.state,
-        "lost" if d.lost else d.state,
-        p.error,
-        d.error,
-        p.over_after,
-        d.over_after,
+        fault=fault.name,
+        target=fault.target,
+        state=request.name,
+        p="lost" if p.lost else p.state,
+        d="lost" if d.lost else d.state,
+        p_error=p.error,
+        d_error=d.error,
+        p_seconds=p.over_after,
+        d_seconds=d.over_after,
     )
     for name, side in (("P", p), ("D", d)):
         if not side.over:

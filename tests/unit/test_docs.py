@@ -25,6 +25,8 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PLAIN_MODULES = ("sgl_pd_connector.testing.sequential_proxy", "tests.faults")
+"""Whose options are those that ``-h`` tells."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -78,9 +80,9 @@ def check_command(words: list[str]) -> None:
         name, _, value = words[1].partition("=")
         assert name.removeprefix("SGL_PD_").lower() in ConnectorConfig.model_fields
         load_config({}, where=name, environ={name: value})
-    elif words[:3] == ["python", "-m", "sgl_pd_connector.testing.sequential_proxy"]:
+    elif words[:2] == ["python", "-m"] and words[2] in PLAIN_MODULES:
         help_text = subprocess.run(
-            [sys.executable, *words[1:3], "-h"], capture_output=True, text=True, check=True
+            [sys.executable, *words[1:3], "-h"], capture_output=True, text=True, check=True, cwd=ROOT
         ).stdout
         assert all(word in help_text for word in words[3:] if word.startswith("--"))
     elif words[:3] == ["python", "-m", "sgl_pd_connector.sgl_jax.launch_server"]:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from sgl_pd_connector.testing.checkpoints import make_checkpoint
-from sgl_pd_connector.testing.engines import ENGINES, SglJaxEngine
+from sgl_pd_connector.testing.engines import ENGINES, FailurePolicy, SglJaxEngine
 from sgl_pd_connector.testing.reference import ReferenceModel
 from sgl_pd_connector.testing.servers import Fleet, Server, free_ports, mini_lb, rust_router
 
@@ -32,6 +32,7 @@ def engine(
     environment: Mapping[str, str] | None = None,
     overlap: bool = False,
     page_size: int = PAGE,
+    failure_policy: FailurePolicy = "recompute",
 ) -> SglJaxEngine:
     """sgl-jax with a tiny random model, and further flags."""
     made = ENGINES["sgl-jax"](None)
@@ -40,6 +41,7 @@ def engine(
         made,
         overlap=overlap,
         page_size=page_size,
+        failure_policy=failure_policy,
         extra_args=[*made.extra_args, *extra_args],
         environment={**made.environment, **(environment or {})},
     )

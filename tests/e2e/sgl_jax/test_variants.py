@@ -100,11 +100,11 @@ def test_pages_that_are_split_over_devices(two_devices: Deployment, length: int)
 @pytest.fixture(scope="module")
 def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The overlap schedule and pages of one token, sgl-jax's defaults, on both; a failed transfer is an error."""
-    policy = ("--disaggregation-failure-policy", "fail")
+    both = engine(overlap=True, page_size=1, failure_policy="fail")
     with deployment(
         tmp_path_factory.mktemp("overlap"),
-        prefill=engine(*policy, overlap=True, page_size=1),
-        decode=engine(*policy, overlap=True, page_size=1),
+        prefill=both,
+        decode=both,
         routers=("mini_lb", "rust"),
     ) as running:
         yield running

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
-
 import httpx
 import pytest
 
-from sgl_pd_connector.testing.servers import Fleet, Server, free_ports
-from tests.e2e.vllm.conftest import LEASE, START_SECONDS, Pair, metric, wait_for
+from sgl_pd_connector.testing.servers import Server
+from tests.e2e.vllm.conftest import LEASE, Pair, metric, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -91,50 +86,3 @@ def test_of_a_request_that_only_d_refuses_p_drops_its_copy_at_once(pair: Pair) -
     assert refused.status_code == httpx.codes.BAD_REQUEST
     pair.assert_nothing_packed()
     assert metric(pair.prefill, "sgl_pd_transfers_total", outcome="aborted") == before + 1
-
-
-class Doomed(NamedTuple):
-    """A prefill server that will be killed, and a decode server that recomputes what it cannot get."""
-
-    prefill: Server
-    bootstrap_port: int
-    recomputing: Server
-
-
-@pytest.fixture
-def doomed(pair: Pair, tmp_path: object) -> Iterator[Doomed]:
-    directory = pair.decode.log.parent
-    (directory / "doomed").mkdir()
-    ports = free_ports(3)
-    prefill = pair.engine.server(
-        "prefill", port=ports[0], directory=directory / "doomed", settings={"bootstrap_port": ports[1]}
-    )
-    recomputing = pair.engine.server("decode", port=ports[2], directory=directory / "doomed")
-    at = recomputing.command.index("--kv-transfer-config") + 1
-    policy = ', "kv_load_failure_policy": "recompute"}'
-    recomputing.command = [*recomputing.command]
-    recomputing.command[at] = recomputing.command[at].removesuffix("}") + policy
-    with Fleet() as fleet:
-        fleet.start(prefill, recomputing)
-        fleet.wait_ready([prefill, recomputing], START_SECONDS)
-        yield Doomed(prefill, ports[1], recomputing)
-
-
-def test_p_killed_while_d_waits(pair: Pair, doomed: Doomed) -> None:
-    """By the policy: an error, or the right answer computed on D; and D serves on."""
-    prompt = pair.fresh(100)
-    expected = pair.tokens(pair.plain, prompt)
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    body |= pair.routed(21, doomed.bootstrap_port)
-    with ThreadPoolExecutor(2) as pool:
-        # P is never asked, so both wait until it is dead.
-        failing = pool.submit(pair.post, pair.decode, body)
-        recomputed = pool.submit(pair.post, doomed.recomputing, body)
-        for server in (pair.decode, doomed.recomputing):
-            wait_for(lambda s=server: metric(s, "num_requests_waiting") == 1, f"{server.name} does not wait")
-        doomed.prefill.signal(signal.SIGKILL)
-        assert failing.result().status_code == httpx.codes.INTERNAL_SERVER_ERROR
-        assert recomputed.result().status_code == httpx.codes.OK, recomputed.result().text
-    assert recomputed.result().json()["choices"][0]["token_ids"] == expected
-    again = pair.fresh(100)
-    assert pair.tokens(pair.router, again) == pair.tokens(pair.plain, again)

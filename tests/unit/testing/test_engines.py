@@ -36,6 +36,7 @@ def test_p_and_d_differ_in_their_role(role: engines.Role, kv_role: str, tmp_path
     assert config == {
         "kv_connector": "SglJaxConnector",
         "kv_role": kv_role,
+        "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"lease": 3},
     }
 

@@ -1,0 +1,195 @@
+"""Runs faults against one pair and judges every cell."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tests.faults.engines.calls import FRONTS, Call
+from tests.faults.engines.golden import GoldenAnswers
+from tests.faults.engines.kinds import Fault
+from tests.faults.engines.pair import DEADLINES, ROUTERS, Pair
+from tests.faults.engines.resources import resources
+from tests.faults.engines.traffic import Plan, Traffic, plan
+from tests.faults.verdict import Verdict
+
+SETTLE = max(DEADLINES["lease"], DEADLINES["transfer_timeout"]) + 16.0
+"""Seconds until nothing may be left of a storm."""
+
+NOTICE = 15.0
+"""Seconds in which the Rust router, which keeps away from servers that failed, must have noticed that they are back."""
+
+SURVIVORS = ("P", "D", "bootstrap")
+
+LINGERING = {("P", "D", "descriptors"): 1}
+"""What the death of one leaves with another for a while: D closes its side-channel socket to a P that is gone two
+minutes after it was last used (`decode_channel.SOCKET_IDLE`)."""
+
+SIGNS = {"answered": "=", "error": "e", "left": "x", "hang": "?"}
+
+
+@dataclass(kw_only=True)
+class Cell(Verdict):
+    """One request of one client.
+
+    Attributes:
+        front: what it was sent to.
+        policy: D's, for requests whose KV does not arrive.
+        outcome, error, seconds: see `Call`.
+    """
+
+    front: str
+    policy: str
+    outcome: str
+    error: str
+    seconds: float
+
+    @property
+    def sign(self) -> str:
+        return "#" if self.wrong else SIGNS[self.outcome]
+
+
+class Storm:
+    """One pair, used for one fault after another. Entering it starts the pair."""
+
+    def __init__(self, engine: str, directory: Path) -> None:
+        self._pair = Pair(engine, directory)
+        self._baseline: dict[str, dict[str, int]] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._pair)
+            lengths = self._pair.adapter.lengths
+            self._answers = stack.enter_context(GoldenAnswers(self._pair.reference, lengths))
+            self._warm_up(SURVIVORS)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(self, fault: Fault) -> list[Cell]:
+        """A row: requests in all states through all fronts at once, and one fault."""
+        policy = self._pair.policy
+        calls = asyncio.run(self._meet(fault, plan(self._answers)))
+        cells = [_cell(fault, call, policy) for call in calls]
+        common = [self._next_request_problem(fault.told), self._leak(fault)]
+        for cell in cells:
+            cell.leak = bool(common[1])
+            cell.problems += [problem for problem in common if problem]
+        for front in ROUTERS:
+            if front not in fault.told:
+                self._pair.kill(front)
+                self._pair.start(front)
+        if fault.dies in ("P", "D"):
+            self._warm_up(["P", "D"])
+        return cells
+
+    def problems(self, fault: Fault) -> dict[str, list[str]]:
+        """Of the cells that did not pass, by state and front."""
+        return {f"{cell.state} {cell.front}": cell.problems for cell in self.run(fault) if not cell.passed}
+
+    async def _meet(self, fault: Fault, requests: Plan) -> list[Call]:
+        async with Traffic(self._pair) as traffic:
+            await traffic.place(requests)
+            await asyncio.to_thread(fault.inject, self._pair)
+            self._answers.refill()
+            if fault.leave:
+                await traffic.leave()
+            await traffic.let_go()
+            await asyncio.sleep(fault.lasts)
+            await asyncio.to_thread(fault.heal, self._pair)
+            await traffic.finish()
+        return traffic.calls
+
+    def _next_request_problem(self, fronts: Iterable[str]) -> str:
+        """A request through each of them; its KV must come from P."""
+        for front in fronts:
+            before = self._received()
+            deadline = time.monotonic() + NOTICE
+            while (call := asyncio.run(self._ask(front))).error.startswith("503") and front == "rust":
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.5)
+            if call.wrong or call.outcome != "answered":
+                return f"the next request through {front}: {call.outcome} {call.error} {call.text!r}"
+            while self._received() == before:
+                if time.monotonic() > deadline:
+                    return f"the next request through {front} was not transferred"
+                time.sleep(0.1)
+        return ""
+
+    async def _ask(self, front: str) -> Call:
+        async with Traffic(self._pair) as traffic:
+            return await traffic.ask({("transferring", front): self._answers.take("transferring")})
+
+    def _received(self) -> float:
+        self._pair.wake("D")
+        return self._pair.received()
+
+    def _warm_up(self, names: Sequence[str]) -> None:
+        """What the processes hold when everything that requests open is open."""
+        problem = self._next_request_problem(FRONTS)
+        assert not problem, problem
+        calls = asyncio.run(self._meet(Fault("none", "-"), plan(self._answers)))
+        bad = [call for call in calls if call.wrong or call.outcome != "answered"]
+        assert not bad, bad
+        left = self._unsettled({})
+        assert not left, left
+        for name in names:
+            self._baseline[name] = resources(self._pair.servers[name])
+
+    def _leak(self, fault: Fault) -> str:
+        allowed = {
+            name: {
+                what: number + LINGERING.get((fault.dies or "", name, what), 0)
+                for what, number in self._baseline[name].items()
+            }
+            for name in SURVIVORS
+            if name != fault.dies
+        }
+        return self._unsettled(allowed)
+
+    def _unsettled(self, allowed: dict[str, dict[str, int]]) -> str:
+        """What is still held after a while, and resources above what is allowed."""
+        deadline = time.monotonic() + SETTLE
+        while True:
+            self._pair.wake("P", "D")
+            over = [f"{what}: {value:g}" for what, value in self._pair.held().items()]
+            for name, most in allowed.items():
+                now = resources(self._pair.servers[name])
+                over += [
+                    f"{name} {what}: {now[what]}, not {most[what]}" for what in now if now[what] > most[what]
+                ]
+            if not over or time.monotonic() > deadline:
+                return "; ".join(over)
+            time.sleep(0.2)
+
+
+def _cell(fault: Fault, call: Call, policy: str) -> Cell:
+    cell = Cell(
+        fault=fault.name,
+        target=fault.target,
+        state=call.state,
+        wrong=call.wrong,
+        hang=call.outcome == "hang",
+        front=call.front,
+        policy=policy,
+        outcome=call.outcome,
+        error=call.error,
+        seconds=round(call.seconds, 2),
+    )
+    if cell.wrong:
+        cell.problems.append(f"wrong tokens: {call.text!r} instead of {call.golden.text!r}")
+    if cell.hang:
+        cell.problems.append(call.error)
+    if fault.harmless(call.state, call.front) and call.outcome != "answered":
+        cell.problems.append(f"must not be harmed, but: {call.error}")
+    if fault.fatal(call.state, call.front) and call.outcome == "answered":
+        cell.problems.append("its KV was lost, but there was no error")
+    return cell
