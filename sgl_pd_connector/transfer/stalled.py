@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import socket
 import struct
@@ -63,6 +64,8 @@ class StallWatch:
                 if now - since > self._limit:
                     sock.shutdown(socket.SHUT_RDWR)
                     ended += 1
+                    # What was sent stays with the kernel until the peer is gone: not to be ended, and told, again.
+                    stuck[peer] = acked, math.inf
                     logger.warning(
                         "transfer connection to the decode instance at %s ended: it has taken nothing for %.1f s "
                         "(setting peer_timeout = %g s)",

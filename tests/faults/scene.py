@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import signal
-import socket
 from typing import Any, Self
 
 from tests.faults.bootstrap_view import BootstrapView
 from tests.faults.network import Network, Proxy
-from tests.support.engine_pair import EngineProcess, ToyPool
+from tests.support.engine_pair import EngineProcess, ToyPool, free_port
 
 CHUNK_PAGES = 4
 POOL = ToyPool()
@@ -145,10 +144,3 @@ class Scene:
             for name, number in self.processes[role].stats().items()
             if name in names and number
         }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -14,6 +14,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -32,6 +33,13 @@ def start_fork_server() -> None:
     """Once per session, before any test is watched for what it leaves behind."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([engine_process.__name__])
     forkserver.ensure_running()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class RemoteError(Exception):
@@ -181,6 +189,11 @@ class EngineProcess:
 
     # Life and death.
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join(EXIT_S)
@@ -193,8 +206,7 @@ class EngineProcess:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def close(self) -> int:
         """Ends it in order and returns its exit status, negative for a signal. Can be called again."""

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.engine_pair import EnginePair, Moved, ToyPool
+from tests.support.engine_pair import EnginePair, Moved, ToyPool, free_port
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Breakable(EnginePair):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.support.engine_pair import EnginePair, Moved, ToyPool, Transfer
+from tests.support.engine_pair import EnginePair, Moved, ToyPool, Transfer, free_port
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -174,13 +173,6 @@ def test_d_that_never_asks_costs_one_lease(faulty: EnginePair) -> None:
     assert faulty.p.stats()["registered_bytes"] == 0
     sender.wait("Failed", within=IN_TIME)
     assert "no decode instance has asked" in sender.error
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("end", ["kill", "close"])

@@ -84,6 +84,7 @@ def test_a_peer_that_takes_nothing_is_cut_off(watch: StallWatch, connection: Ser
     assert connection.is_open
     assert watch.look(LIMIT + 1) == 1
     assert not connection.is_open
+    assert [watch.look(LIMIT + later) for later in (2, 100)] == [0, 0], "once"
 
 
 def test_a_slow_peer_is_not(watch: StallWatch, connection: Served) -> None:

@@ -1,0 +1,117 @@
+"""A D that stops in the middle of a transfer, for good or for a while, and P's other Ds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_pair import EnginePair, EngineProcess, Moved, ToyPool
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.integration
+
+PEER_TIMEOUT = 3.0
+SETTINGS = {
+    "max_chunk_pages": 8,
+    "max_pulled_bytes": 512 << 20,
+    "peer_timeout": PEER_TIMEOUT,
+    # Only P's watch over its sockets is to help.
+    "lease": 60.0,
+    "transfer_timeout": 60.0,
+}
+TOKENS = 64 * 60  # 120 MB
+
+
+class ManyDs(EnginePair):
+    """A pair whose `d` changes."""
+
+    def __init__(self) -> None:
+        pool = ToyPool(num_layers=16, page_size=64, token_shape=(8, 128))
+        # To a D that was stopped it seems that P was silent.
+        super().__init__(pool, SETTINGS, SETTINGS | {"peer_timeout": 60.0})
+
+    def pulling(self) -> Moved:
+        moved = self.request(TOKENS)
+        moved.sender.send(moved.p_pages)
+        moved.receiver.wait("WaitingForInput")
+        moved.receiver.receive(moved.d_pages)
+        return moved
+
+    def stopped_in_the_middle(self) -> tuple[EngineProcess, Moved]:
+        """A D on the way to which there is data of this transfer, and that does not take it."""
+        self.pulling().finish()
+        for delay in (0.01, 0.02, 0.03, 0.05, 0.0) * 4:
+            moved = self.pulling()
+            time.sleep(delay)
+            self.d.stop()
+            if unsent(self.p):
+                return self.d, moved
+            self.d.resume()
+            moved.finish()
+        raise AssertionError("every transfer was over before D was stopped")
+
+
+@pytest.fixture
+def pair() -> Iterator[ManyDs]:
+    with ManyDs() as pair:
+        yield pair
+
+
+def unsent(process: EngineProcess) -> int:
+    """Bytes in open TCP connections of the process that the other end has not confirmed, now and a moment later."""
+    pid = process.pid
+    before = _unsent(pid)
+    time.sleep(0.3)
+    return min(before, _unsent(pid))
+
+
+def _unsent(pid: int) -> int:
+    own = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(fd))
+    lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    # As in proc(5), in hexadecimal but for the inode; state 1 is ESTABLISHED.
+    sockets = [(line[3], line[4].split(":")[0], line[9]) for line in map(str.split, lines)]
+    return sum(
+        int(tx_queue, 16)
+        for state, tx_queue, inode in sockets
+        if f"socket:[{inode}]" in own and state == "01"
+    )
+
+
+def test_p_goes_on_serving_another_d(pair: ManyDs) -> None:
+    stopped, stalled = pair.stopped_in_the_middle()
+    pair.restart_d()
+    began = time.monotonic()
+    served = pair.pulling()
+    served.finish(within=PEER_TIMEOUT + 12.0)
+    assert pair.d.digests(served.d_pages) == pair.p.digests(served.p_pages)
+    assert stalled.sender.state == "Transferring", "P still waits for the other"
+    # From then on it is as fast as if there were no other.
+    for _ in range(3):
+        pair.pulling().finish(within=PEER_TIMEOUT)
+    assert time.monotonic() - began < SETTINGS["lease"]
+    stopped.resume()
+    stalled.receiver.wait("Failed", "Success")
+
+
+def test_a_d_that_goes_on_gets_the_rest(pair: ManyDs) -> None:
+    stopped, stalled = pair.stopped_in_the_middle()
+    eventually(lambda: not unsent(pair.p), "P gives the connection up")
+    stopped.resume()
+    stalled.finish()
+    assert pair.d.digests(stalled.d_pages) == pair.p.digests(stalled.p_pages)
+
+
+def test_what_a_dead_d_left_behind_holds_up_nobody(pair: ManyDs) -> None:
+    stopped, _ = pair.stopped_in_the_middle()
+    eventually(lambda: not unsent(pair.p), "P gives the connection up")
+    stopped.kill()
+    pair.restart_d()
+    pair.pulling().finish()
