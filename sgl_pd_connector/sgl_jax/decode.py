@@ -12,7 +12,7 @@ from sgl_pd_connector.sgl_jax import compat
 from sgl_pd_connector.sgl_jax.loop import DisaggregationSchedulerMixin
 from sgl_pd_connector.sgl_jax.pools import DecodePages, Reservation
 from sgl_pd_connector.sgl_jax.requests import PDRequest
-from sgl_pd_connector.sgl_jax.server_args import DisaggregationArgs
+from sgl_pd_connector.sgl_jax.server_args import PREFIX, DisaggregationArgs
 from sgl_pd_connector.transfer import JaxTransferKVReceiver
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,12 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
             logger.warning("request %s: prefilled here, because its KV transfer failed: %s", req.rid, error)
             super()._add_request_to_queue(req)
         else:
-            logger.warning("request %s: KV transfer failed: %s", req.rid, error)
+            logger.error(
+                "request %s fails: KV transfer failed: %s (%sfailure-policy recompute would prefill it here)",
+                req.rid,
+                error,
+                PREFIX,
+            )
             compat.fail(req, f"KV transfer failed: {error}", HTTPStatus.BAD_GATEWAY)
             self._answer(req)
 
@@ -162,7 +167,12 @@ class SchedulerDisaggregationDecodeMixin(DisaggregationSchedulerMixin):
     def _recompute_newest(self) -> None:
         """The last received request gives its pages back and will be prefilled here."""
         _, receiving = self._received.popitem()
-        logger.warning("request %s: prefilled here, because the KV pool is full", receiving.req.rid)
+        logger.warning(
+            "request %s, room %d: prefilled here although its KV was received, because the KV pool is full "
+            "(--max-total-tokens, --mem-fraction-static)",
+            receiving.req.rid,
+            receiving.pd.room,
+        )
         self._release(receiving)
 
     def _release(self, receiving: Receiving) -> None:
