@@ -35,7 +35,7 @@ class Call:
         outcome: ``"answered"``, ``"error"``, ``"hang"`` or ``"left"``; empty while it waits.
         error: the status or exception that ended it.
         seconds: how long it took.
-        started: set with the first token of a streamed answer.
+        started: set with the first token of a streamed answer, or its end.
     """
 
     state: str
@@ -67,6 +67,7 @@ class Call:
         except asyncio.CancelledError:
             self.outcome = "left"
         self.seconds = time.monotonic() - began
+        self.started.set()
 
     async def _send(self, client: httpx.AsyncClient, pair: Pair) -> None:
         body: dict[str, Any] = {"model": pair.model, "prompt": self.golden.prompt, "stream": self.stream}

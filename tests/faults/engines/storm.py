@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,9 @@ SETTLE = max(DEADLINES["lease"], DEADLINES["transfer_timeout"]) + 16.0
 """Seconds until nothing may be left of a storm."""
 
 NOTICE = 15.0
-"""Seconds in which the Rust router, which keeps away from servers that failed, must have noticed that they are back."""
+"""Seconds in which the Rust router, which answers 503 for servers that failed, must have noticed that they are back."""
 
 SURVIVORS = ("P", "D", "bootstrap")
-
-LINGERING = {("P", "D", "descriptors"): 1}
-"""What the death of one leaves with another for a while: D closes its side-channel socket to a P that is gone two
-minutes after it was last used (`decode_channel.SOCKET_IDLE`)."""
 
 SIGNS = {"answered": "=", "error": "e", "left": "x", "hang": "?"}
 
@@ -59,14 +55,16 @@ class Storm:
 
     def __init__(self, engine: str, directory: Path) -> None:
         self._pair = Pair(engine, directory)
+        # A successor may hold no more than its predecessor did.
         self._baseline: dict[str, dict[str, int]] = {}
+        self._dead_peers = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._pair)
             lengths = self._pair.adapter.lengths
             self._answers = stack.enter_context(GoldenAnswers(self._pair.reference, lengths))
-            self._warm_up(SURVIVORS)
+            self._warm_up()
             self._stack = stack.pop_all()
         return self
 
@@ -78,7 +76,7 @@ class Storm:
         policy = self._pair.policy
         calls = asyncio.run(self._meet(fault, plan(self._answers)))
         cells = [_cell(fault, call, policy) for call in calls]
-        common = [self._next_request_problem(fault.told), self._leak(fault)]
+        common = [self._next_request_problem(fault.told), self._leak(fault.dies)]
         for cell in cells:
             cell.leak = bool(common[1])
             cell.problems += [problem for problem in common if problem]
@@ -86,8 +84,6 @@ class Storm:
             if front not in fault.told:
                 self._pair.kill(front)
                 self._pair.start(front)
-        if fault.dies in ("P", "D"):
-            self._warm_up(["P", "D"])
         return cells
 
     def problems(self, fault: Fault) -> dict[str, list[str]]:
@@ -109,30 +105,34 @@ class Storm:
 
     def _next_request_problem(self, fronts: Iterable[str]) -> str:
         """A request through each of them; its KV must come from P."""
-        for front in fronts:
-            before = self._received()
-            deadline = time.monotonic() + NOTICE
-            while (call := asyncio.run(self._ask(front))).error.startswith("503") and front == "rust":
-                if time.monotonic() > deadline:
-                    break
+        before, deadline = self._received(), time.monotonic() + NOTICE
+        left, served = list(fronts), 0
+        while left:
+            calls = asyncio.run(self._ask(left))
+            late = time.monotonic() > deadline
+            left = [call.front for call in calls if call.error.startswith("503") and not late]
+            for call in calls:
+                if call.front not in left and (call.wrong or call.outcome != "answered"):
+                    return f"the next request through {call.front}: {call.outcome} {call.error} {call.text!r}"
+            served += len(calls) - len(left)
+            if left:
                 time.sleep(0.5)
-            if call.wrong or call.outcome != "answered":
-                return f"the next request through {front}: {call.outcome} {call.error} {call.text!r}"
-            while self._received() == before:
-                if time.monotonic() > deadline:
-                    return f"the next request through {front} was not transferred"
-                time.sleep(0.1)
+        while (received := self._received() - before) < served:
+            if time.monotonic() > deadline:
+                return f"of the next {served} requests {received:g} were transferred"
+            time.sleep(0.1)
         return ""
 
-    async def _ask(self, front: str) -> Call:
+    async def _ask(self, fronts: Iterable[str]) -> list[Call]:
         async with Traffic(self._pair) as traffic:
-            return await traffic.ask({("transferring", front): self._answers.take("transferring")})
+            state = "transferring"
+            return await traffic.ask({(state, front): self._answers.take(state) for front in fronts})
 
     def _received(self) -> float:
         self._pair.wake("D")
         return self._pair.received()
 
-    def _warm_up(self, names: Sequence[str]) -> None:
+    def _warm_up(self) -> None:
         """What the processes hold when everything that requests open is open."""
         problem = self._next_request_problem(FRONTS)
         assert not problem, problem
@@ -141,18 +141,17 @@ class Storm:
         assert not bad, bad
         left = self._unsettled({})
         assert not left, left
-        for name in names:
-            self._baseline[name] = resources(self._pair.servers[name])
+        self._baseline = {name: resources(self._pair.servers[name]) for name in SURVIVORS}
 
-    def _leak(self, fault: Fault) -> str:
-        allowed = {
-            name: {
-                what: number + LINGERING.get((fault.dies or "", name, what), 0)
-                for what, number in self._baseline[name].items()
-            }
-            for name in SURVIVORS
-            if name != fault.dies
-        }
+    def _leak(self, dead: str | None) -> str:
+        if dead == "D":
+            self._dead_peers = 0
+        elif dead == "P":
+            self._dead_peers += 1
+        allowed = {name: dict(self._baseline[name]) for name in SURVIVORS if name != dead}
+        if "D" in allowed:
+            # Of a P that is gone D keeps the side channel's socket for two minutes (`decode_channel.SOCKET_IDLE`).
+            allowed["D"]["descriptors"] += self._dead_peers
         return self._unsettled(allowed)
 
     def _unsettled(self, allowed: dict[str, dict[str, int]]) -> str:

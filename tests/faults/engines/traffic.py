@@ -45,6 +45,7 @@ class Traffic:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.let_go()
         await self.leave()
         await self._client.aclose()
 
@@ -66,11 +67,12 @@ class Traffic:
             "an answer was over before the others were on their way"
         )
 
-    async def ask(self, plan: Plan) -> Call:
-        """The one request of a plan, to its end."""
-        (call,) = (call for state, _ in plan for call in self._send(plan, state))
+    async def ask(self, plan: Plan) -> list[Call]:
+        """The requests of a plan whose states do not matter, to their end."""
+        for state in {state for state, _ in plan}:
+            self._send(plan, state)
         await self.finish()
-        return call
+        return self.calls
 
     async def let_go(self) -> None:
         for proxy in self._pair.view.transfers.values():
