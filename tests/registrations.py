@@ -19,6 +19,7 @@ PAYLOAD: dict[str, Any] = {
     "pp_rank": 0,
     "pp_size": 1,
     "transfer_addr": "10.0.0.1:40001",
+    "transfer_ports": [40001, 40002],
     "zmq_addr": "10.0.0.1:40002",
     "scheduler_addr": None,
     "page_size": 16,

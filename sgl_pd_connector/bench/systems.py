@@ -159,8 +159,8 @@ class Raw:
 
     def close(self) -> None:
         if self._link is not None:
+            self._link.retire()
             self._link.cut()
-            self._link.close()
 
 
 class Tcp:

@@ -168,15 +168,14 @@ def check_transfer(config: ConnectorConfig) -> Iterator[Finding]:
     uuid = new_uuid()
     server.register(uuid, [sent], PULL_SECONDS)
     spec = jax.ShapeDtypeStruct(sent.shape, sent.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
-    link = client.link(Peer("doctor", 1, server.transfer_addr))
+    link = client.link(Peer("doctor", 1, server.transfer_addr, server.transfer_ports))
     (received,) = link.pull(uuid, [spec])
     deadline = time.monotonic() + PULL_SECONDS
     while not received.is_ready() and time.monotonic() < deadline:  # type: ignore[attr-defined]
         time.sleep(0.01)
     arrived = received.is_ready() and bool((received == sent).all())  # type: ignore[attr-defined]
+    link.retire()
     link.cut()
-    if arrived:
-        link.close()
     what = f"{device.platform} device, {config.transfer_channels} channels on {host.host}"
     if arrived:
         yield Finding(Level.OK, "native transfer", what)

@@ -7,7 +7,6 @@ stands here, next to each line that exists because of it.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import logging
 import secrets
@@ -18,7 +17,8 @@ import jax
 from jax.experimental import transfer
 
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.transfer.stalled import StallWatch, listening_ports
+from sgl_pd_connector.transfer.own_sockets import Remote, listening_ports
+from sgl_pd_connector.transfer.stalled import StallWatch
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
 from sgl_pd_connector.wire.messages import MAX_UUID
@@ -41,36 +41,32 @@ class JaxLink:
     A stalled peer wedges every pull of the native server that it is connected to, so no two peers share one.
     """
 
-    def __init__(self, server: transfer.TransferServer, transfer_addr: str) -> None:
+    def __init__(self, server: transfer.TransferServer, peer: Peer) -> None:
+        address = Address.parse(peer.transfer_addr, setting="transfer_addr")
+        self._remote = Remote(address.host, frozenset({address.port, *peer.transfer_ports}))
+        self._of_others = self._remote.connections()
+        self._own: set[int] = set()
         self._server: transfer.TransferServer | None = server
-        self._connection: transfer.TransferConnection | None = server.connect(transfer_addr)
+        self._connection: transfer.TransferConnection | None = server.connect(peer.transfer_addr)
 
     def pull(self, uuid: int, specs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         if self._connection is None:
             raise RuntimeError("the connection was cut after an error on it")
         return list(self._connection.pull(uuid, list(specs)))
 
+    def retire(self) -> None:
+        self._own = self._remote.connections() - self._of_others
+
     def cut(self) -> None:
+        # Deleting a native server while a thread of its waits for the rest of a message freezes the process, GIL held,
+        # for as long as the peer is stopped: so the threads' sockets are ended first.
+        self._remote.hang_up(self._own)
         # Poisoned but kept, a connection wedges P for everybody.
         connection, self._connection = self._connection, None
         if connection is not None:
             connection._poison_connection()  # type: ignore[attr-defined]
-            # Deleting the server while the peer is stopped in the middle of a message freezes the process, GIL held.
-            # Not even the interpreter's end may do that.
-            _keep_for_ever(self._server)
-
-    def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            _release(server)
-
-
-def _keep_for_ever(thing: object) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _release(thing: object) -> None:
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
+        del connection
+        self._server = None
 
 
 class JaxTransferKVEngine:
@@ -99,10 +95,12 @@ class JaxTransferKVEngine:
         self._client = jax.local_devices()[0].client
         self._server: transfer.TransferServer | None = None
         self.transfer_addr = ""
+        self.transfer_ports: tuple[int, ...] = ()
         if serve:
             others = listening_ports()
             self._server = self._start_server(port)
-            self._stalls = StallWatch(listening_ports() - others, stall_timeout)
+            self.transfer_ports = tuple(sorted(listening_ports() - others))
+            self._stalls = StallWatch(set(self.transfer_ports), stall_timeout)
             bound = Address.parse(self._server.address(), setting="the native transfer server's address")
             self.transfer_addr = str(Address.of(host, bound.port, setting="host"))
 
@@ -142,4 +140,4 @@ class JaxTransferKVEngine:
             self._stalls.look(time.monotonic())
 
     def link(self, peer: Peer) -> JaxLink:
-        return JaxLink(self._start_server(0), peer.transfer_addr)
+        return JaxLink(self._start_server(0), peer)

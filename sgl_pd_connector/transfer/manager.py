@@ -145,6 +145,7 @@ class JaxTransferKVManager(BaseKVManager):
                 layout=self._layout,
                 epoch=self._epoch,
                 transfer_addr=self._engine.transfer_addr,
+                transfer_ports=self._engine.transfer_ports,
                 zmq_addr=self._prefill.channel.zmq_addr,
             )
             self._registrar = Registrar(

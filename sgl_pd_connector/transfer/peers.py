@@ -26,7 +26,13 @@ LOOPBACK_V6 = "::1"
 
 
 def describe(
-    *, config: ConnectorConfig, layout: KVLayout, epoch: int, transfer_addr: str, zmq_addr: str
+    *,
+    config: ConnectorConfig,
+    layout: KVLayout,
+    epoch: int,
+    transfer_addr: str,
+    transfer_ports: Sequence[int],
+    zmq_addr: str,
 ) -> Route:
     """A prefill instance's registration. One process drives all its local devices, so it is one rank."""
     mesh: dict[str, Any] = {
@@ -47,6 +53,7 @@ def describe(
         instance_id=config.instance_id,
         epoch=epoch,
         transfer_addr=transfer_addr,
+        transfer_ports=list(transfer_ports),
         zmq_addr=zmq_addr,
         page_size=layout.page_size,
         kv_dtype=layout.dtype,
@@ -106,9 +113,8 @@ class PrefillFinder:
             if problem:
                 problems.append(f"prefill instance {route.instance_id} at {route.zmq_addr}: {problem}")
             else:
-                usable.append(
-                    PeerRoute(Peer(route.instance_id, route.epoch, route.transfer_addr), route.zmq_addr)
-                )
+                peer = Peer(route.instance_id, route.epoch, route.transfer_addr, tuple(route.transfer_ports))
+                usable.append(PeerRoute(peer, route.zmq_addr))
         if problems and not usable:
             raise IncompatiblePeerError("; ".join(problems))
         for text in problems:

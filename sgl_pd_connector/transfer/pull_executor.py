@@ -209,8 +209,6 @@ class PullExecutor:
             self._abandon(job)
             return
         job.future.set_result(None)
-        if job.link is not None:
-            self._links.succeeded(job.task.peer, job.link)
 
     def _fail(self, job: Job, error: PDError) -> None:
         job.task.life.fail(error, time.monotonic())
@@ -243,11 +241,10 @@ class PullExecutor:
         now = time.monotonic()
         busy = {job.link for job in self._jobs if job.link is not None}
         busy |= {orphan.link for orphan in self._orphans if now < orphan.give_up}
-        half_way = {orphan.link for orphan in self._orphans}
         if now >= self._next_idle_check:
             self._next_idle_check = now + IDLE_CHECK
             self._links.retire_idle(busy, now)
-        cut = self._links.cut_unused(busy, half_way, now)
+        cut = self._links.cut_unused(busy)
         if cut:
             # Their memory goes with the connection.
             for orphan in self._orphans:

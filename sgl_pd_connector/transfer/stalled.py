@@ -12,25 +12,16 @@ import contextlib
 import fcntl
 import logging
 import math
-import os
 import socket
 import struct
 import termios
-from collections.abc import Iterator
+
+from sgl_pd_connector.transfer.own_sockets import own_sockets
 
 logger = logging.getLogger(__name__)
 
 # In struct tcp_info of <linux/tcp.h>, since Linux 4.1.
 _BYTES_ACKED = struct.Struct("120x Q")
-
-
-def listening_ports() -> set[int]:
-    """TCP ports on which this process listens."""
-    return {
-        sock.getsockname()[1]
-        for sock in _own_sockets()
-        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
 
 
 class StallWatch:
@@ -50,7 +41,7 @@ class StallWatch:
         """Ends what has been stalled for too long, and returns how many. Call it about once a second."""
         stuck: dict[object, tuple[int, float]] = {}
         ended = 0
-        for sock in _own_sockets():
+        for sock in own_sockets():
             # A connection may end while it is looked at.
             with contextlib.suppress(OSError):
                 if sock.getsockname()[1] not in self._ports or not _unsent(sock):
@@ -75,24 +66,6 @@ class StallWatch:
                     )
         self._stuck = stuck
         return ended
-
-
-def _own_sockets() -> Iterator[socket.socket]:
-    """Every TCP socket of this process, whoever opened it, each for as long as it is looked at."""
-    for name in os.listdir("/proc/self/fd"):
-        # Other threads open and close what they like meanwhile.
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            number = os.dup(int(name))
-            try:
-                sock = socket.socket(fileno=number)
-            except OSError:
-                os.close(number)
-                continue
-            with sock:
-                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                    yield sock
 
 
 def _unsent(sock: socket.socket) -> int:

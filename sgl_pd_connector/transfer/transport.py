@@ -13,11 +13,17 @@ import jax
 
 
 class Peer(NamedTuple):
-    """A prefill instance's transfer server. A restarted instance has a new epoch and so is another peer."""
+    """A prefill instance's transfer server. A restarted instance has a new epoch and so is another peer.
+
+    Attributes:
+        transfer_addr: where to connect.
+        transfer_ports: all ports on which it listens, for data too.
+    """
 
     instance_id: str
     epoch: int
     transfer_addr: str
+    transfer_ports: tuple[int, ...] = ()
 
 
 class Link(Protocol):
@@ -30,11 +36,11 @@ class Link(Protocol):
         answer leaves them not ready for ever: the caller keeps a clock.
         """
 
-    def cut(self) -> None:
-        """Fails every pull still pending on it. Nothing is pulled on it afterwards."""
+    def retire(self) -> None:
+        """Another link to the same peer may be made from now on; transfers that use this one go on with it."""
 
-    def close(self) -> None:
-        """After `cut`: lets go of sockets and threads. May wait for a peer that stopped in the middle of a pull."""
+    def cut(self) -> None:
+        """After `retire`: fails every pull still pending on it and lets go of sockets and threads; must not block."""
 
 
 class Transport(Protocol):

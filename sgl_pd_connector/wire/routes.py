@@ -23,6 +23,7 @@ MAX_RANKS_PER_HEARTBEAT = 1024
 MAX_MESH_META_BYTES = 4096
 MAX_MESH_META_DEPTH = 8
 _MAX_SIZE = 65_536
+_MAX_PORTS = 1025
 
 Role = Literal["prefill", "decode"]
 
@@ -58,6 +59,7 @@ Text = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 """Printable ASCII without spaces: names and digests go into URLs, logs and metrics as they are."""
 Reachable = Annotated[str, Field(max_length=80), AfterValidator(_reachable)]
 Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)]
+Port = Annotated[int, Field(ge=1, lt=65_536)]
 RankIndex = Annotated[int, Field(ge=0, lt=_MAX_SIZE)]
 Epoch = Annotated[int, Field(ge=1, lt=2**53)]
 """Drawn at random at each start of an instance; compared for equality only."""
@@ -127,6 +129,8 @@ class Route(RankTuple):
         instance_id: name of the instance, unique in the deployment.
         epoch: new at each start of the instance, so that a restarted one is seen as new.
         transfer_addr: numeric ``host:port`` of its native transfer server.
+        transfer_ports: all ports on which that server listens, for data too. A decode instance tells by them which of
+            its connections belong to a transfer.
         zmq_addr: numeric ``host:port`` of its side channel.
         scheduler_addr: numeric ``host:port`` of its inference API, if it has one.
         page_size: tokens per page.
@@ -141,6 +145,7 @@ class Route(RankTuple):
     instance_id: Text
     epoch: Epoch
     transfer_addr: Reachable
+    transfer_ports: Annotated[list[Port], Field(max_length=_MAX_PORTS)] = []
     zmq_addr: Reachable
     scheduler_addr: Reachable | None = None
     page_size: Size

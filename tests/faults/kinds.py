@@ -157,8 +157,6 @@ def deaths() -> Iterator[Fault]:
 
 
 SKIPPED = {
-    "D's descriptors and native threads x death of P": "a pull that was half-way keeps its native server, since "
-    "deleting that could freeze D (see transfer/links.py); memory, budgets and Python's threads are looked at",
     "any fault x router": "the core has no router; the runs of real engines cover it",
     "restart, other address x bootstrap": "its address is part of P's and D's settings",
     "message lost, duplicated, delayed, corrupted x bootstrap": "HTTP over TCP: a request is answered, cut or silent, "

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 
 from tests.faults.kinds import Fault
 from tests.faults.requests import Request, drive, let_go, new_request, place
-from tests.faults.scene import LONGEST, POOL, ROLES, Scene
+from tests.faults.scene import LONGEST, POOL, ROLES, SOCKET_IDLE, Scene
 from tests.faults.verdict import Verdict
 
 MARGIN = 6.0
 """Seconds that a busy machine may add to a deadline."""
-
-KEPT_BY_D = ("descriptors", "native_threads")
-"""What the native server of a pull holds that was half-way when its P died: see `transfer.links`."""
 
 UNTOUCHED = 0
 NEXT_OWNER = 9
@@ -134,15 +131,13 @@ class Matrix:
 
     def _leak(self, fault: Fault) -> str:
         """What survivors still hold, after what is closed when idle has been."""
-        deadline = time.monotonic() + MARGIN
+        deadline = time.monotonic() + SOCKET_IDLE + MARGIN
         while True:
             over = [f"{name}: {number}" for name, number in self._scene.held().items()]
             for role in ROLES:
                 if fault.kills and role == fault.target:
                     continue
                 for name, number in self._scene.processes[role].resources().items():
-                    if role == "D" and fault.kills and fault.target == "P" and name in KEPT_BY_D:
-                        continue
                     if number > self._baseline[role][name]:
                         over.append(f"{role} {name}: {number}, at first {self._baseline[role][name]}")
             if not over or time.monotonic() > deadline:

@@ -32,9 +32,8 @@ SETTINGS = DEADLINES | {
 LONGEST = DEADLINES["bootstrap_timeout"] + DEADLINES["prefill_timeout"] + DEADLINES["transfer_timeout"]
 """No request may live longer: the longest way is through all three."""
 
-CONSTANTS = {
-    "sgl_pd_connector.transfer.decode_channel.SOCKET_IDLE": 8.0,
-}
+SOCKET_IDLE = 8.0
+CONSTANTS = {"sgl_pd_connector.transfer.decode_channel.SOCKET_IDLE": SOCKET_IDLE}
 
 SECRET = "shared by P and D of a signed scene"
 

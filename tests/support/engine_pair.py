@@ -311,6 +311,8 @@ class EnginePair:
     d_config: dict[str, Any] = field(default_factory=dict)
     own_bootstrap: bool = True
     """Whether the bootstrap server is a process of its own; else it runs inside P."""
+    constants: dict[str, float] = field(default_factory=dict)
+    """See `EngineProcess`."""
 
     def __enter__(self) -> Self:
         self._numbers = itertools.count(1)
@@ -336,11 +338,15 @@ class EnginePair:
 
     def new_p(self, *, bootstrap: str | None, **config: Any) -> EngineProcess:
         """Another P."""
-        return EngineProcess("prefill", self.pool, bootstrap=bootstrap, seed=1, config=self.p_config | config)
+        config = self.p_config | config
+        return EngineProcess(
+            "prefill", self.pool, bootstrap=bootstrap, seed=1, config=config, constants=self.constants
+        )
 
     def new_d(self, *, spawn: bool = False, **config: Any) -> EngineProcess:
         """Another D; it is told each request's bootstrap server."""
-        return EngineProcess("decode", self.pool, config=self.d_config | config, spawn=spawn)
+        config = self.d_config | config
+        return EngineProcess("decode", self.pool, config=config, constants=self.constants, spawn=spawn)
 
     def restart_p(self, **config: Any) -> EngineProcess:
         """Replaces P by a new one that registers at the same bootstrap server."""

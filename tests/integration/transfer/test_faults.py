@@ -265,7 +265,7 @@ def test_nothing_grows_over_many_requests_aborts_and_peers(faulty: EnginePair) -
 
     def at_baseline() -> bool:
         after = faulty.p.resources(), faulty.d.resources()
-        return all(now[key] <= then[key] for now, then in zip(after, before, strict=True) for key in then)
+        return all(no_more(now, then) for now, then in zip(after, before, strict=True))
 
     eventually(at_baseline, f"descriptors and threads as before: {before}", 20.0)
 
@@ -274,12 +274,16 @@ def test_nothing_grows_over_many_requests_aborts_and_peers(faulty: EnginePair) -
 def heavy() -> Iterator[EnginePair]:
     """Prompts of 120 MB, of which a transfer can be stopped in the middle of a message."""
     pool = ToyPool(num_layers=16, page_size=64, token_shape=(8, 128))
-    with EnginePair(pool, p_config=DEADLINES, d_config=DEADLINES | {"max_pulled_bytes": 512 << 20}) as pair:
+    d_config = DEADLINES | {"max_pulled_bytes": 512 << 20}
+    constants = {"sgl_pd_connector.transfer.decode_channel.SOCKET_IDLE": 3.0}
+    with EnginePair(pool, p_config=DEADLINES, d_config=d_config, constants=constants) as pair:
         yield pair
 
 
 def test_p_that_is_frozen_in_the_middle_of_a_message_does_not_freeze_d(heavy: EnginePair) -> None:
     # The native server's destructor would wait for P, holding the GIL.
+    heavy.request(64 * 60).finish()
+    before = heavy.d.resources()
     for delay in (0.01, 0.03, 0.05):
         moved = heavy.request(64 * 60)
         moved.sender.send(moved.p_pages)
@@ -292,6 +296,26 @@ def test_p_that_is_frozen_in_the_middle_of_a_message_does_not_freeze_d(heavy: En
         heavy.p.resume()
         heavy.request(64 * 60).finish()
     assert heavy.d.stats()["pulled_bytes"] == 0
+    eventually(lambda: no_more(heavy.d.resources(), before), f"nothing left of the connections: {before}")
+
+
+def no_more(now: dict[str, int], then: dict[str, int]) -> bool:
+    return all(now[key] <= then[key] for key in then)
+
+
+def test_p_that_dies_in_the_middle_of_a_message_leaves_nothing_at_d(heavy: EnginePair) -> None:
+    heavy.request(64 * 60).finish()
+    before = heavy.d.resources()
+    moved = heavy.request(64 * 60)
+    moved.sender.send(moved.p_pages)
+    moved.receiver.wait("WaitingForInput")
+    moved.receiver.receive(moved.d_pages)
+    time.sleep(0.03)  # anywhere in the transfer
+    heavy.p.kill()
+    moved.receiver.wait("Failed", "Success", within=IN_TIME)
+    heavy.restart_p()
+    heavy.request(64 * 60).finish()
+    eventually(lambda: no_more(heavy.d.resources(), before), f"nothing left of the connections: {before}")
 
 
 def test_d_ends_like_a_program_while_p_is_frozen_in_the_middle_of_a_message(heavy: EnginePair) -> None:

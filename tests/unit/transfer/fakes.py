@@ -47,9 +47,8 @@ class FakeLink:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.pulls: dict[int, list[FakeArray]] = {}
+        self.is_retired = False
         self.is_cut = False
-        self.is_closed = False
-        self.stuck = False
         self.pull_error: Exception | None = None
 
     def pull(self, uuid: int, specs: Sequence[Any]) -> list[Any]:
@@ -60,20 +59,18 @@ class FakeLink:
         self.pulls[uuid] = [FakeArray() for _ in specs]
         return list(self.pulls[uuid])
 
+    def retire(self) -> None:
+        assert not self.is_retired, "a link is retired once"
+        self.is_retired = True
+
     def cut(self) -> None:
+        assert self.is_retired
         assert not self.is_cut, "a link is cut once"
         self.is_cut = True
         for arrays in self.pulls.values():
             for array in arrays:
                 if not array.is_ready():
-                    self.stuck = True
                     array.break_off("cut")
-
-    def close(self) -> None:
-        assert self.is_cut
-        assert not self.is_closed, "a link is closed once"
-        assert not self.stuck, "that would freeze the process"
-        self.is_closed = True
 
 
 class FakeTransport:

@@ -173,7 +173,7 @@ def test_only_what_has_not_arrived_is_pulled_again_on_a_fresh_connection(
     assert again.asked == 1
     old, new = pulls.transport.links
     assert list(new.pulls) == [12]
-    wait_until(lambda: old.is_closed)
+    wait_until(lambda: old.is_cut)
 
 
 def test_chunks_not_yet_asked_for_wait_for_the_new_offer(pulls: Pulls, again: Again) -> None:

@@ -121,7 +121,7 @@ def test_after_an_error_what_else_was_under_way_is_waited_for(pulls: Pulls) -> N
     pulls.let_it_run()
     assert not pulls.transport.links[0].is_cut
     pulls.transport.arrive(2)
-    wait_until(lambda: pulls.transport.links[0].is_closed)
+    wait_until(lambda: pulls.transport.links[0].is_cut)
 
 
 def test_an_error_of_one_transfer_does_not_touch_the_others_on_the_same_connection(pulls: Pulls) -> None:
@@ -243,7 +243,6 @@ def test_a_timeout_drops_the_connection_and_gives_the_bytes_back(pulls: Pulls) -
     assert future.exception(20) is LATE
     wait_until(lambda: pulls.budget.held == 0)
     assert pulls.transport.links[0].is_cut
-    pulls.transport.links[0].stuck = False
     _, again = pulls.start(3)
     pulls.finish(again, [3])
 
@@ -259,43 +258,12 @@ def test_a_timeout_of_one_transfer_leaves_the_others_on_the_connection_their_tim
     wait_until(lambda: pulls.budget.held == 0)
 
 
-def test_the_connection_to_a_stalled_peer_is_closed_only_when_the_peer_is_heard_again(pulls: Pulls) -> None:
-    # Closing it before would freeze the process.
-    task, late = pulls.start(1)
-    pulls.transport.arrays(1)
-    task.life.fail(LATE, 0.0)
-    assert late.exception(20) is LATE
-    wait_until(lambda: pulls.transport.links[0].is_cut)
-    _, other = pulls.start(2, peer=P2)
-    pulls.finish(other, [2])
-    pulls.let_it_run()
-    assert not pulls.transport.links[0].is_closed
-    pulls.transport.links[0].stuck = False
-    _, again = pulls.start(3)
-    pulls.finish(again, [3])
-    wait_until(lambda: pulls.transport.links[0].is_closed)
-
-
-def test_a_transfer_that_had_arrived_before_the_stall_is_no_sign_of_life(pulls: Pulls) -> None:
-    _, arrived = pulls.start(1)
-    pulls.transport.arrive(1)
-    wait_until(lambda: pulls.writer.queued)
-    task, late = pulls.start(2)
-    pulls.transport.arrays(2)
-    task.life.fail(LATE, 0.0)
-    assert late.exception(20) is LATE
-    pulls.writer.write_all(1)
-    arrived.result(20)
-    wait_until(lambda: pulls.transport.links[0].is_cut)
-    assert not pulls.transport.links[0].is_closed
-
-
 def test_a_restarted_peer_gets_a_new_connection_and_the_old_one_is_dropped(pulls: Pulls) -> None:
     _, before = pulls.start(1)
     pulls.finish(before, [1])
     _, after = pulls.start(2, peer=P1._replace(epoch=2, transfer_addr="10.0.0.1:9"))
     pulls.finish(after, [2])
-    wait_until(lambda: pulls.transport.links[0].is_closed)
+    wait_until(lambda: pulls.transport.links[0].is_cut)
     assert not pulls.transport.links[1].is_cut
 
 
@@ -407,7 +375,7 @@ def test_close_aborts_what_is_stuck_and_drops_its_connection(monkeypatch: pytest
     for ended in (future, other):
         assert isinstance(ended.exception(0), TransferAbortedError)
     assert task.life.state is KVPoll.Failed
-    assert [link.is_closed for link in pulls.transport.links] == [False, True], "one is stuck"
+    assert all(link.is_cut for link in pulls.transport.links)
     assert (pulls.budget.held, pulls.executor.in_flight) == (0, 0)
     pulls.executor.close()
 
@@ -419,7 +387,7 @@ def test_close_lets_arrive_what_is_about_to(monkeypatch: pytest.MonkeyPatch) -> 
     arrays = pulls.transport.arrays(1)
     future.add_done_callback(lambda _: [array.arrive() for array in arrays])
     pulls.executor.close()
-    assert pulls.transport.links[0].is_closed
+    assert pulls.transport.links[0].is_cut
     assert pulls.budget.held == 0
 
 

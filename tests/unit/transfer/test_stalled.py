@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sgl_pd_connector.transfer.stalled import StallWatch, listening_ports
+from sgl_pd_connector.transfer.own_sockets import listening_ports
+from sgl_pd_connector.transfer.stalled import StallWatch
 
 pytestmark = pytest.mark.unit
 

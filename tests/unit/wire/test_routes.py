@@ -52,7 +52,7 @@ def test_ranks_left_out_of_a_query_are_zero() -> None:
     assert query.key.rank == Rank(0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("field", sorted(PAYLOAD.keys() - {"scheduler_addr", "mesh_meta"}))
+@pytest.mark.parametrize("field", sorted(PAYLOAD.keys() - {"transfer_ports", "scheduler_addr", "mesh_meta"}))
 def test_a_missing_field_is_named(field: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Route.model_validate({name: value for name, value in PAYLOAD.items() if name != field})
@@ -82,6 +82,10 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("transfer_addr", "localhost:5"),
         ("transfer_addr", "0.0.0.0:5"),
         ("transfer_addr", "[::]:5"),
+        ("transfer_ports", 5),
+        ("transfer_ports", [0]),
+        ("transfer_ports", ["5"]),
+        ("transfer_ports", [1] * 1026),
         ("zmq_addr", "10.0.0.1:0"),
         ("zmq_addr", "x" * 81),
         ("scheduler_addr", "http://10.0.0.1:8000"),
@@ -100,7 +104,7 @@ def test_a_missing_field_is_named(field: str) -> None:
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
     error = refused({field: value})
     # A lone surrogate is no JSON at all for a strict parser, which then knows no field.
-    assert error["loc"] == (field,) or error["type"] == "json_invalid"
+    assert error["loc"][:1] == (field,) or error["type"] == "json_invalid"
 
 
 def test_a_rank_outside_its_size_says_both() -> None:
