@@ -168,7 +168,7 @@ class PullExecutor:
             error = _error_in(piece.arrays)
             if error is not None:
                 self._budget.give(piece.nbytes)
-                job.todo.append(piece.index)
+                job.todo.appendleft(piece.index)
                 if not self._may_pull_again(job, error):
                     return True
                 continue
@@ -188,7 +188,7 @@ class PullExecutor:
         if first:
             failure = reasons.pull_failed(task.room, task.who, error)
             if retry:
-                logger.warning("%s; asking it to offer again what has not arrived", failure)
+                logger.warning("%s; asking it to offer the prompt again", failure)
             else:
                 self._fail(job, failure)
         return retry

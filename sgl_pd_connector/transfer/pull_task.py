@@ -110,7 +110,7 @@ class Job:
     def recover(self, now: float) -> PDError | None:
         """While `broken`: asks for a new offer and takes it. Returns the error that ends the task, if it is in vain."""
         assert self.task.retry is not None
-        # What else is under way on the old connection may still arrive.
+        # Nothing of the old connection is dropped while it is under way.
         if not self.pulling:
             self.link = None
             if not self.asked:
@@ -119,7 +119,8 @@ class Job:
             chunks = self.task.retry.answer()
             if chunks is not None:
                 self.chunks, self.broken = chunks, None
-                self.todo = deque(sorted(self.todo))
+                # All of them: what a connection delivers while it breaks may be ready, without an error, and wrong.
+                self.todo = deque(range(len(chunks)))
                 return None
         age = now - self.broken_at
         if age < OFFER_AGAIN_WITHIN:

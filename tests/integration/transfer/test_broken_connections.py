@@ -1,4 +1,4 @@
-"""The native transfer's connections break while both sides live: what has not arrived is pulled again."""
+"""The native transfer's connections break while both sides live: the prompt is pulled again."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Breakable(EnginePair):
 
     def pulling(self, num_tokens: int) -> Moved:
         moved = self.request(num_tokens)
+        self.d.fill(moved.d_pages, 0)  # all requests here move the same bytes
         moved.sender.send(moved.p_pages)
         moved.receiver.wait("WaitingForInput")
         moved.receiver.receive(moved.d_pages)
