@@ -17,6 +17,8 @@ PREFILL_STEP = 64
 GAUGES = ("in_flight", "packed_bytes", "registered_bytes", "pulled_bytes", "waiting_sends")
 """The connector's, all 0 when nothing is going on."""
 
+OUTCOMES = ("ok", "failed", "timeout", "aborted")
+
 ASK = httpx.Timeout(30.0)
 
 
@@ -39,8 +41,8 @@ class Adapter(Protocol):
     def standing(self, server: Server) -> Mapping[str, float]:
         """Pages, queues and `GAUGES`: everything that must be 0 when nothing is going on."""
 
-    def received(self, server: Server) -> float:
-        """Transfers that have ended well on D since it was started."""
+    def ended(self, server: Server) -> Mapping[str, float]:
+        """Transfers that have ended since it was started, by `OUTCOMES`."""
 
 
 class Vllm:
@@ -73,12 +75,16 @@ class Vllm:
         metrics = self._metrics(server)
         return {name: metrics.get(series, 0.0) for name, series in self._NAMES.items()}
 
-    def received(self, server: Server) -> float:
-        return sum(
-            value
-            for series, value in self._metrics(server, labels=True).items()
-            if series.startswith("vllm:sgl_pd_transfers_total{") and 'outcome="ok"' in series
-        )
+    def ended(self, server: Server) -> Mapping[str, float]:
+        series = self._metrics(server, labels=True)
+        return {
+            outcome: sum(
+                value
+                for name, value in series.items()
+                if name.startswith("vllm:sgl_pd_transfers_total{") and f'outcome="{outcome}"' in name
+            )
+            for outcome in OUTCOMES
+        }
 
     @staticmethod
     def _metrics(server: Server, *, labels: bool = False) -> dict[str, float]:
@@ -122,8 +128,9 @@ class SglJax:
             **{name: state["kv_transfers"][name] for name in GAUGES},
         }
 
-    def received(self, server: Server) -> float:
-        return float(self._state(server)["kv_transfers"]["ok"])
+    def ended(self, server: Server) -> Mapping[str, float]:
+        transfers = self._state(server)["kv_transfers"]
+        return {outcome: transfers[outcome] for outcome in OUTCOMES}
 
     @staticmethod
     def _state(server: Server) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Fault:
         dies: the part whose process does not survive.
         told: fronts that serve afterwards without a restart; the others cannot be told of a new address.
         leave: whether the clients do.
+        noticed: whether P and D are told what happens, so that no transfer may need a deadline to end.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Fault:
     dies: str | None = None
     told: tuple[str, ...] = FRONTS
     leave: bool = False
+    noticed: bool = False
 
     @property
     def title(self) -> str:
@@ -67,8 +69,8 @@ class Fault:
 
 def faults() -> Iterator[Fault]:
     """All of them; those that cost a start of an engine last."""
-    yield Fault("none", "-")
-    yield Fault("clients leave", "all", harmless=nothing, leave=True)
+    yield Fault("none", "-", noticed=True)
+    yield Fault("clients leave", "all", harmless=nothing, leave=True, noticed=True)
     yield from cuts()
     for name in ("bootstrap", *ROUTERS, "P", "D"):
         yield stopped(name)
@@ -108,6 +110,7 @@ def killed(name: str, *, same_address: bool = True, policy: FailurePolicy | None
         heal=heal,
         harmless=harmless[name],
         dies=name,
+        noticed=name in ROUTERS,
         told=FRONTS if same_address or name in ROUTERS else ("rust", "direct"),
     )
 

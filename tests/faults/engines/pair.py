@@ -159,9 +159,10 @@ class Pair:
         """What P or D says of itself, as of its last step: see `wake`."""
         return self.adapter.standing(self.servers[name])
 
-    def received(self) -> float:
-        """Transfers that have ended well since D was started."""
-        return self.adapter.received(self.servers["D"])
+    def ended(self, name: str, outcome: str) -> float:
+        """Transfers of P or D that have ended so since it was started."""
+        self.wake(name)
+        return self.adapter.ended(self.servers[name])[outcome]
 
     def held(self) -> dict[str, float]:
         """What P and D still hold of requests that are over."""

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import httpx
+
+from sgl_pd_connector.errors import PDError
 from tests.faults.engines.calls import FRONTS, Call
 from tests.faults.engines.golden import GoldenAnswers
 from tests.faults.engines.kinds import Fault
-from tests.faults.engines.pair import DEADLINES, ROUTERS, Pair
+from tests.faults.engines.pair import DEADLINES, ENGINES, ROUTERS, Pair
 from tests.faults.engines.resources import resources
 from tests.faults.engines.traffic import Plan, Traffic, plan
 from tests.faults.verdict import Verdict
@@ -73,18 +76,31 @@ class Storm:
 
     def run(self, fault: Fault) -> list[Cell]:
         """A row: requests in all states through all fronts at once, and one fault."""
-        policy = self._pair.policy
-        calls = asyncio.run(self._meet(fault, plan(self._answers)))
+        policy, requests = self._pair.policy, plan(self._answers)
+        try:
+            calls, problems, leak = self._row(fault, requests)
+        except (httpx.HTTPError, PDError, AssertionError) as error:
+            calls = [Call(state, front, golden, stream=False) for (state, front), golden in requests.items()]
+            problems, leak = [f"the servers do not serve any more: {error!r}"], False
         cells = [_cell(fault, call, policy) for call in calls]
-        common = [self._next_request_problem(fault.told), self._leak(fault.dies)]
         for cell in cells:
-            cell.leak = bool(common[1])
-            cell.problems += [problem for problem in common if problem]
+            cell.leak = leak
+            cell.problems += problems
+        return cells
+
+    def _row(self, fault: Fault, requests: Plan) -> tuple[list[Call], list[str], bool]:
+        """What became of the requests, what else did not hold, and whether that is a leak."""
+        overdue = self._overdue()
+        calls = asyncio.run(self._meet(fault, requests))
+        next_problem, leak = self._next_request_problem(fault.told), self._leak(fault.dies)
+        problems = [problem for problem in (next_problem, leak) if problem]
+        if fault.noticed and self._overdue() != overdue:
+            problems.append(f"transfers were ended by deadlines: {overdue} before, {self._overdue()} now")
         for front in ROUTERS:
             if front not in fault.told:
                 self._pair.kill(front)
                 self._pair.start(front)
-        return cells
+        return calls, problems, bool(leak)
 
     def problems(self, fault: Fault) -> dict[str, list[str]]:
         """Of the cells that did not pass, by state and front."""
@@ -105,7 +121,7 @@ class Storm:
 
     def _next_request_problem(self, fronts: Iterable[str]) -> str:
         """A request through each of them; its KV must come from P."""
-        before, deadline = self._received(), time.monotonic() + NOTICE
+        before, deadline = self._pair.ended("D", "ok"), time.monotonic() + NOTICE
         left, served = list(fronts), 0
         while left:
             calls = asyncio.run(self._ask(left))
@@ -117,7 +133,7 @@ class Storm:
             served += len(calls) - len(left)
             if left:
                 time.sleep(0.5)
-        while (received := self._received() - before) < served:
+        while (received := self._pair.ended("D", "ok") - before) < served:
             if time.monotonic() > deadline:
                 return f"of the next {served} requests {received:g} were transferred"
             time.sleep(0.1)
@@ -127,10 +143,6 @@ class Storm:
         async with Traffic(self._pair) as traffic:
             state = "transferring"
             return await traffic.ask({(state, front): self._answers.take(state) for front in fronts})
-
-    def _received(self) -> float:
-        self._pair.wake("D")
-        return self._pair.received()
 
     def _warm_up(self) -> None:
         """What the processes hold when everything that requests open is open."""
@@ -142,6 +154,10 @@ class Storm:
         left = self._unsettled({})
         assert not left, left
         self._baseline = {name: resources(self._pair.servers[name]) for name in SURVIVORS}
+
+    def _overdue(self) -> dict[str, float]:
+        """Transfers that P and D have ended because nobody came."""
+        return {name: self._pair.ended(name, "timeout") for name in ENGINES}
 
     def _leak(self, dead: str | None) -> str:
         if dead == "D":
