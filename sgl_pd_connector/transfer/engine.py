@@ -17,7 +17,7 @@ import jax
 from jax.experimental import transfer
 
 from sgl_pd_connector.errors import ConfigError
-from sgl_pd_connector.transfer.own_sockets import Remote, listening_ports
+from sgl_pd_connector.transfer.own_sockets import Descriptor, Remote, listening_ports
 from sgl_pd_connector.transfer.stalled import StallWatch
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
@@ -41,11 +41,14 @@ class JaxLink:
     A stalled peer wedges every pull of the native server that it is connected to, so no two peers share one.
     """
 
-    def __init__(self, server: transfer.TransferServer, peer: Peer) -> None:
+    def __init__(self, server: transfer.TransferServer, peer: Peer, channels: int) -> None:
         address = Address.parse(peer.transfer_addr, setting="transfer_addr")
         self._remote = Remote(address.host, frozenset({address.port, *peer.transfer_ports}))
         self._of_others = self._remote.connections()
         self._own: set[int] = set()
+        # One for control; the others are found by ports that P may not have registered.
+        self._num_connections = 1 + channels if peer.transfer_ports else 1
+        self._connections: list[Descriptor] = []
         self._server: transfer.TransferServer | None = server
         self._connection: transfer.TransferConnection | None = server.connect(peer.transfer_addr)
 
@@ -54,7 +57,17 @@ class JaxLink:
             raise RuntimeError("the connection was cut after an error on it")
         return list(self._connection.pull(uuid, list(specs)))
 
+    def is_whole(self) -> bool:
+        # All are there from the start; which they are is looked for once.
+        if not self._connections:
+            mine = [found for found in self._remote.descriptors() if found.inode not in self._of_others]
+            if len(mine) < self._num_connections:
+                return False
+            self._connections = mine
+        return all(connection.is_established() for connection in self._connections)
+
     def retire(self) -> None:
+        self.is_whole()  # finds its connections before there are others to the same peer
         self._own = self._remote.connections() - self._of_others
 
     def cut(self) -> None:
@@ -140,4 +153,4 @@ class JaxTransferKVEngine:
             self._stalls.look(time.monotonic())
 
     def link(self, peer: Peer) -> JaxLink:
-        return JaxLink(self._start_server(0), peer)
+        return JaxLink(self._start_server(0), peer, self._channels)

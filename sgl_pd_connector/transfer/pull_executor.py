@@ -166,6 +166,8 @@ class PullExecutor:
             progress = True
             piece = job.pulling.popleft()
             error = _error_in(piece.arrays)
+            if error is None and job.all_pulled and not _whole(job.link):
+                error = "a connection broke while data was arriving on it"
             if error is not None:
                 self._budget.give(piece.nbytes)
                 job.todo.appendleft(piece.index)
@@ -288,6 +290,11 @@ class PullExecutor:
 
 def _is_over(write: PoolWrite) -> bool:
     return write.error is not None or (write.token is not None and _all_ready([write.token]))
+
+
+def _whole(link: Link | None) -> bool:
+    """Whether what came over it can be trusted."""
+    return link is not None and link.is_whole()
 
 
 def _all_ready(arrays: Sequence[Any]) -> bool:

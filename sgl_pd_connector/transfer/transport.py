@@ -36,6 +36,12 @@ class Link(Protocol):
         answer leaves them not ready for ever: the caller keeps a clock.
         """
 
+    def is_whole(self) -> bool:
+        """Whether all of its connections still stand.
+
+        Asked after arrays are ready: what a connection delivers while it breaks may be cut off and show no error.
+        """
+
     def retire(self) -> None:
         """Another link to the same peer may be made from now on; transfers that use this one go on with it."""
 

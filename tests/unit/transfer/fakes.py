@@ -49,6 +49,7 @@ class FakeLink:
         self.pulls: dict[int, list[FakeArray]] = {}
         self.is_retired = False
         self.is_cut = False
+        self.whole = True
         self.pull_error: Exception | None = None
 
     def pull(self, uuid: int, specs: Sequence[Any]) -> list[Any]:
@@ -62,6 +63,9 @@ class FakeLink:
     def retire(self) -> None:
         assert not self.is_retired, "a link is retired once"
         self.is_retired = True
+
+    def is_whole(self) -> bool:
+        return self.whole
 
     def cut(self) -> None:
         assert self.is_retired

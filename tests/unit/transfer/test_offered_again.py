@@ -225,3 +225,26 @@ def test_an_end_from_outside_is_not_held_up_by_a_retry(pulls: Pulls, again: Agai
     wait_until(lambda: again.asked)
     task.life.fail(GONE, 0.0)
     assert future.exception(20) is GONE
+
+
+def test_data_that_is_ready_is_not_trusted_if_its_connection_broke(pulls: Pulls, again: Again) -> None:
+    task, future = pulls.start(1, 2, retry=again.retry)
+    pulls.transport.arrays(2)
+    pulls.transport.links[0].whole = False
+    pulls.transport.arrive(1, 2)
+    again.offer(11, 12)
+    pulls.transport.arrive(11, 12)
+    pulls.writer.write_all(3)
+    future.result(20)
+    assert task.life.state is KVPoll.Success
+    assert list(pulls.transport.links[1].pulls) == [11, 12]
+
+
+def test_without_another_offer_such_data_is_a_failure(pulls: Pulls) -> None:
+    _, future = pulls.start(1)
+    pulls.transport.arrays(1)
+    pulls.transport.links[0].whole = False
+    pulls.transport.arrive(1)
+    with pytest.raises(TransferError, match="a connection broke while data was arriving"):
+        future.result(20)
+    assert pulls.writer.queued == []

@@ -73,3 +73,34 @@ def test_an_address_is_the_same_in_both_families(stack: ExitStack) -> None:
     sock.connect(("::ffff:127.0.0.1", port))
     assert len(Remote("127.0.0.1", frozenset({port})).connections()) == 1
     assert not Remote("127.0.0.2", frozenset({port})).connections()
+
+
+@pytest.mark.parametrize("end", ["closed here", "closed there", "reset there", "shut down there"])
+def test_a_connection_is_established_until_either_end_lets_go(stack: ExitStack, end: str) -> None:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    own = connect(stack, listener.getsockname()[1])
+    theirs, _ = listener.accept()
+    stack.enter_context(theirs)
+    [descriptor] = Remote("127.0.0.1", frozenset({listener.getsockname()[1]})).descriptors()
+    assert descriptor.is_established()
+    own.send(b"x")
+    if end == "closed here":
+        own.close()
+    elif end == "shut down there":
+        theirs.shutdown(socket.SHUT_WR)
+    else:
+        if end == "closed there":
+            theirs.recv(1)  # with unread data a close is a reset
+        theirs.close()
+    assert not descriptor.is_established()
+
+
+def test_the_number_of_a_closed_connection_may_be_anothers(stack: ExitStack) -> None:
+    port = listen(stack)
+    own = connect(stack, port)
+    [descriptor] = Remote("127.0.0.1", frozenset({port})).descriptors()
+    number = own.fileno()
+    own.close()
+    successor = connect(stack, port)
+    assert successor.fileno() == number
+    assert not descriptor.is_established()
