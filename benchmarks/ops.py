@@ -24,13 +24,14 @@ import numpy as np
 
 from sgl_pd_connector import ops
 from sgl_pd_connector.bench.measure import compare
+from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.wire.chunks import ladder, plan_chunks, plan_groups
 
 PAGE = (16, 8, 2, 128)  # 16 tokens of 8 KV heads, head dim 128
 DTYPE = jnp.dtype(jnp.bfloat16)
 PAGE_BYTES = int(np.prod(PAGE)) * DTYPE.itemsize
 NUM_PAGES = 256
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = ConnectorConfig().chunk_bytes
 MAX_CHUNK = 128
 # (layers, pages): 1 to 256 MB
 CASES = [

@@ -42,7 +42,7 @@ def mixed(quick: bool, salt: str) -> list[Planned]:
     """
     count, rng = 24 if quick else 48, random.Random("mixed")
     lengths = [16 * pages + rng.randrange(1, 16) for pages in rng.sample(range(6, 58), count)]
-    return _plan(f"mixed {salt}", lengths, _evenly(count, 0.12))
+    return _plan(f"mixed {salt}", lengths, _evenly(count, 0.06))
 
 
 def long(quick: bool, salt: str) -> list[Planned]:

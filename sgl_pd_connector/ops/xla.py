@@ -31,15 +31,14 @@ def gather_pages(pools: Sequence[jax.Array], page_ids: jax.Array, groups: Sequen
     """One packed buffer `[layers, n, *page_shape]` per group of consecutive layers.
 
     Each layer is gathered straight into its row of the buffer. Stacking the layers says the same and, on CPU, copies
-    everything twice or, for small groups, goes through one loop that asks for every element which layer it is of.
+    everything twice when there are many of them. XLA has no memory without contents there: what is empty is zeroed.
     """
     packed: list[jax.Array] = []
     first = 0
     for layers in groups:
         taken = [pool.at[page_ids].get(mode="clip")[None] for pool in pools[first : first + layers]]
-        rest = [(0, layers - 1, 0), *[(0, 0, 0)] * (taken[0].ndim - 1)]
-        buffer = lax.pad(taken[0], jnp.zeros((), taken[0].dtype), rest)
-        for row in range(1, layers):
+        buffer = lax.empty((layers, *taken[0].shape[1:]), taken[0].dtype)
+        for row in range(layers):
             buffer = lax.dynamic_update_slice(buffer, taken[row], (row, *[0] * (buffer.ndim - 1)))
         packed.append(buffer)
         first += layers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from sgl_pd_connector.errors import PDError
 LOCALHOST = "127.0.0.1"
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.2
+_FIRST_PORT = 20_000
 
 
 class ServerError(PDError):
@@ -35,12 +37,17 @@ class ServerError(PDError):
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct ports that were free a moment ago."""
+    """Distinct ports that were free a moment ago, and that the kernel gives to nobody who asks for just any port."""
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOCALHOST, 0))
-        return [each.getsockname()[1] for each in sockets]
+        candidates = iter(random.sample(range(_FIRST_PORT, max(first_ephemeral, _FIRST_PORT + 1000)), 1000))
+        ports: list[int] = []
+        while len(ports) < count:
+            sock = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                sock.bind((LOCALHOST, port := next(candidates)))
+                ports.append(port)
+        return ports
 
 
 @dataclass

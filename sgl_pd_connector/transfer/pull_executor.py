@@ -31,6 +31,8 @@ WINDOW = 4
 
 SHORTEST_NAP = 0.0001
 LONGEST_NAP = 0.001
+LONGER_NAP = 1.25
+"""By how much one grows while nothing happens: what becomes ready is seen a quarter of its time too late at most."""
 
 IDLE_CHECK = 30.0
 """Seconds between looks for connections that nobody uses."""
@@ -105,7 +107,7 @@ class PullExecutor:
             self._jobs = [job for job in self._jobs if not job.future.done()]
             progress |= self._drain_orphans()
             self._tend_links()
-            nap = SHORTEST_NAP if progress else min(2 * nap, LONGEST_NAP)
+            nap = SHORTEST_NAP if progress else min(LONGER_NAP * nap, LONGEST_NAP)
             if self._jobs or self._orphans:
                 self._wake.wait(nap)
         self._stop()

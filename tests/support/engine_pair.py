@@ -21,6 +21,7 @@ from multiprocessing import forkserver
 from typing import Any, Self
 
 from sgl_pd_connector.wire.rooms import prompt_digest
+from sgl_pd_connector.testing.servers import free_ports
 from tests.support import engine_process
 from tests.waiting import eventually
 
@@ -36,10 +37,8 @@ def start_fork_server() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    (port,) = free_ports(1)
+    return port
 
 
 class RemoteError(Exception):

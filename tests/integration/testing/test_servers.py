@@ -146,6 +146,11 @@ def test_free_ports_are_distinct() -> None:
     assert len(set(ports)) == 20
 
 
+def test_free_ports_are_none_that_a_connection_may_take_meanwhile() -> None:
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not set(free_ports(50)) & set(range(low, high + 1))
+
+
 class TestTheSequentialProxy:
     def ask(self, tmp_path: Path, body: dict[str, object]) -> httpx.Response:
         prefill = python("prefill", ECHO, tmp_path, "prefill")
