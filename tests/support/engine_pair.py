@@ -14,14 +14,13 @@ import itertools
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from typing import Any, Self
 
-from sgl_pd_connector.wire.rooms import prompt_digest
 from sgl_pd_connector.testing.servers import free_ports
+from sgl_pd_connector.wire.rooms import prompt_digest
 from tests.support import engine_process
 from tests.waiting import eventually
 
