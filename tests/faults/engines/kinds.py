@@ -47,6 +47,7 @@ class Fault:
         dies: the part whose process does not survive.
         told: fronts that serve afterwards without a restart; the others cannot be told of a new address.
         leave: whether the clients do.
+        policy: what D must do with requests whose KV does not arrive, if that matters.
         noticed: whether P and D are told what happens, so that no transfer may need a deadline to end.
     """
 
@@ -61,6 +62,7 @@ class Fault:
     told: tuple[str, ...] = FRONTS
     leave: bool = False
     noticed: bool = False
+    policy: FailurePolicy | None = None
 
     @property
     def title(self) -> str:
@@ -80,7 +82,7 @@ def faults() -> Iterator[Fault]:
     yield killed("P")
     yield killed("P", same_address=False)
     yield killed("D")
-    yield killed("D", same_address=False, policy="fail")
+    yield killed("D", same_address=False, next_policy="fail")
     yield killed_under_policy_fail()
 
 
@@ -90,8 +92,8 @@ def stopped(name: str) -> Fault:
     )
 
 
-def killed(name: str, *, same_address: bool = True, policy: FailurePolicy | None = None) -> Fault:
-    """``policy``: that of the D that comes after."""
+def killed(name: str, *, same_address: bool = True, next_policy: FailurePolicy | None = None) -> Fault:
+    """``next_policy``: that of the D that comes after."""
     harmless: dict[str, Requests] = {
         "P": recomputable,
         "D": nothing,
@@ -100,7 +102,7 @@ def killed(name: str, *, same_address: bool = True, policy: FailurePolicy | None
     }
 
     def heal(pair: Pair) -> None:
-        pair.policy = policy or pair.policy
+        pair.policy = next_policy or pair.policy
         pair.start(name, same_address=same_address)
 
     return Fault(
@@ -121,7 +123,7 @@ def killed_under_policy_fail() -> Fault:
     def lost(state: str, _front: str) -> bool:
         return state == "transferring"
 
-    return replace(killed("P"), name="SIGKILL, policy fail", harmless=delivered, fatal=lost)
+    return replace(killed("P"), name="SIGKILL, policy fail", harmless=delivered, fatal=lost, policy="fail")
 
 
 def cuts() -> Iterator[Fault]:

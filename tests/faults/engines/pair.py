@@ -103,6 +103,13 @@ class Pair:
     def resume(self, name: str) -> None:
         self.servers[name].signal(signal.SIGCONT)
 
+    def use_policy(self, policy: FailurePolicy) -> None:
+        """Restarts D if it has another."""
+        if self.policy != policy:
+            self.policy = policy
+            self.kill("D")
+            self.start("D")
+
     def start(self, name: str, *, same_address: bool = True) -> None:
         """A successor of what was killed; it serves when this returns. The Rust router is told a new address."""
         before = self.servers[name].url

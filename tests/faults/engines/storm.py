@@ -29,7 +29,7 @@ NOTICE = 15.0
 
 SURVIVORS = ("P", "D", "bootstrap")
 
-SIGNS = {"answered": "=", "error": "e", "left": "x", "hang": "?"}
+SIGNS = {"answered": "=", "error": "e", "left": "x"}
 
 
 @dataclass(kw_only=True)
@@ -38,19 +38,17 @@ class Cell(Verdict):
 
     Attributes:
         front: what it was sent to.
-        policy: D's, for requests whose KV does not arrive.
         outcome, error, seconds: see `Call`.
     """
 
     front: str
-    policy: str
     outcome: str
     error: str
     seconds: float
 
     @property
     def sign(self) -> str:
-        return "#" if self.wrong else SIGNS[self.outcome]
+        return "#" if self.wrong else SIGNS.get(self.outcome, "?")
 
 
 class Storm:
@@ -76,13 +74,15 @@ class Storm:
 
     def run(self, fault: Fault) -> list[Cell]:
         """A row: requests in all states through all fronts at once, and one fault."""
-        policy, requests = self._pair.policy, plan(self._answers)
+        requests = plan(self._answers)
         try:
+            if fault.policy is not None:
+                self._pair.use_policy(fault.policy)
             calls, problems, leak = self._row(fault, requests)
         except (httpx.HTTPError, PDError, AssertionError) as error:
             calls = [Call(state, front, golden, stream=False) for (state, front), golden in requests.items()]
             problems, leak = [f"the servers do not serve any more: {error!r}"], False
-        cells = [_cell(fault, call, policy) for call in calls]
+        cells = [_cell(fault, call) for call in calls]
         for cell in cells:
             cell.leak = leak
             cell.problems += problems
@@ -186,7 +186,7 @@ class Storm:
             time.sleep(0.2)
 
 
-def _cell(fault: Fault, call: Call, policy: str) -> Cell:
+def _cell(fault: Fault, call: Call) -> Cell:
     cell = Cell(
         fault=fault.name,
         target=fault.target,
@@ -194,7 +194,6 @@ def _cell(fault: Fault, call: Call, policy: str) -> Cell:
         wrong=call.wrong,
         hang=call.outcome == "hang",
         front=call.front,
-        policy=policy,
         outcome=call.outcome,
         error=call.error,
         seconds=round(call.seconds, 2),
