@@ -12,6 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+FUSED_LAYERS = 8
+"""Up to so many layers XLA's CPU compiler makes one loop of gathering and concatenating, which writes a buffer once and
+with all threads. Of more it gathers each into memory of its own and copies that."""
+
 
 def compiler_options(platform: str, dtype: np.dtype[Any]) -> dict[str, str] | None:
     """Options to compile these functions with; None for XLA's own.
@@ -28,21 +32,22 @@ def compiler_options(platform: str, dtype: np.dtype[Any]) -> dict[str, str] | No
 
 
 def gather_pages(pools: Sequence[jax.Array], page_ids: jax.Array, groups: Sequence[int]) -> list[jax.Array]:
-    """One packed buffer `[layers, n, *page_shape]` per group of consecutive layers.
-
-    Each layer is gathered straight into its row of the buffer. Stacking the layers says the same and, on CPU, copies
-    everything twice when there are many of them. XLA has no memory without contents there: what is empty is zeroed.
-    """
+    """One packed buffer `[layers, n, *page_shape]` per group of consecutive layers."""
     packed: list[jax.Array] = []
     first = 0
     for layers in groups:
         taken = [pool.at[page_ids].get(mode="clip")[None] for pool in pools[first : first + layers]]
-        buffer = lax.empty((layers, *taken[0].shape[1:]), taken[0].dtype)
-        for row in range(layers):
-            buffer = lax.dynamic_update_slice(buffer, taken[row], (row, *[0] * (buffer.ndim - 1)))
-        packed.append(buffer)
+        packed.append(jnp.concatenate(taken) if layers <= FUSED_LAYERS else _in_rows(taken))
         first += layers
     return packed
+
+
+def _in_rows(taken: Sequence[jax.Array]) -> jax.Array:
+    """Each layer gathered straight into its row. What is empty is zeroed first on a CPU."""
+    buffer: jax.Array = lax.empty((len(taken), *taken[0].shape[1:]), taken[0].dtype)
+    for row, layer in enumerate(taken):
+        buffer = lax.dynamic_update_slice(buffer, layer, (row, *[0] * (buffer.ndim - 1)))
+    return buffer
 
 
 def scatter_pages(
