@@ -11,6 +11,7 @@ repeated: a prefill instance may have been restarted, or be new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ from sgl_pd_connector.wire import messages as msg
 
 LOOKUP_RETRY = 0.5
 """Seconds between look-ups while there is no prefill instance to ask."""
+
+PAUSE = 2.0
+"""Seconds between two ticks that mean that this process did not run: stopped, or its machine paused."""
 
 LOOKUP_REPEAT = 2.0
 """Seconds between look-ups while none of those asked has the request."""
@@ -72,6 +76,7 @@ class InterestTable:
         self._check = check
         self._ended = ended
         self._by_attempt: dict[int, Interest] = {}
+        self._ticked = math.inf
         # Over for the engine. Not part of the above, which is what the engine waits for.
         self._farewells = Farewells(
             ask=self._ask, bootstrap_timeout=timeouts.bootstrap_timeout, peer_timeout=timeouts.peer_timeout
@@ -205,6 +210,13 @@ class InterestTable:
     def tick(self, now: float) -> list[Action]:
         """Repeats SUBSCRIBE, repeats look-ups, ends what is overdue. O(interests); called a few times a second."""
         actions: list[Action] = []
+        pause, self._ticked = now - self._ticked, now
+        if pause > PAUSE:
+            # A P that was not asked has not been silent.
+            for asked in (
+                asked for interest in self._by_attempt.values() for asked in interest.asked.values()
+            ):
+                asked.heard += pause
         for interest in list(self._by_attempt.values()):
             if not interest.life.is_final:
                 error = self._overdue(interest, now)

@@ -24,6 +24,8 @@ from tests.unit.transfer.interest_table import (
     in_every_asked_state,
     in_every_state,
     promised,
+    pulling,
+    ready,
 )
 
 pytestmark = pytest.mark.unit
@@ -153,6 +155,17 @@ def test_a_p_that_falls_silent_is_dead(d: D, state: Callable[[D], Interest]) -> 
     assert "prefill-1 at 10.0.0.1:2 has not answered" in error_of(interest)
     assert "peer_timeout = 10" in error_of(interest)
     assert [(to, type(message)) for to, message in d.endings()] == [(P1, msg.Failed)]
+
+
+@pytest.mark.parametrize("state", [ready, pulling])
+def test_a_d_that_was_stopped_does_not_take_p_for_dead(d: D, state: Callable[[D], Interest]) -> None:
+    interest = state(d)
+    d.pass_time(3)
+    d.now += 2 * LIMITS.peer_timeout
+    d.pass_time(LIMITS.peer_timeout - 4)
+    assert not interest.life.is_final
+    d.pass_time(5)
+    assert "has not answered" in error_of(interest)
 
 
 def test_of_several_one_that_answers_is_enough(d: D) -> None:
