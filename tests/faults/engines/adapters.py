@@ -103,7 +103,7 @@ class SglJax:
         "queued": (20, 4),
         "prefilling": (130, 4),
         "transferring": (40, 4),
-        "decoding": (20, 45),
+        "decoding": (20, 60),
     }
     _TOKENS = 4096
     _BOOKS = ("running_batch_size", "waiting_queue_size", "req_to_token_pool_used")

@@ -49,8 +49,10 @@ class Traffic:
         await self.leave()
         await self._client.aclose()
 
-    async def place(self, plan: Plan) -> None:
+    async def place(self, plan: Plan) -> bool:
         """All requests of the plan, each in its state; transfers are held back until `let_go`.
+
+        False: one was over before the last was on its way, as may be on a busy machine.
 
         The proxies must exist: a request must have passed before.
         """
@@ -63,9 +65,7 @@ class Traffic:
         self._send(plan, "prefilling")
         self._send(plan, "queued")
         await self._until({"in_flight": num_held + 1})
-        assert not any(call.outcome for call in self.calls), (
-            "an answer was over before the others were on their way"
-        )
+        return not any(call.outcome for call in self.calls)
 
     async def ask(self, plan: Plan) -> list[Call]:
         """The requests of a plan whose states do not matter, to their end."""
