@@ -47,10 +47,9 @@ class JaxLink:
         address = Address.parse(peer.transfer_addr, setting="transfer_addr")
         self._remote = Remote(address.host, frozenset({address.port, *peer.transfer_ports}))
         self._of_others = self._remote.connections()
-        self._own: set[int] = set()
         # One for control; the others are found by ports that P may not have registered.
         self._num_connections = 1 + channels if peer.transfer_ports else 1
-        self._connections: list[Descriptor] = []
+        self._connections: list[Descriptor] | None = None
         self._server: transfer.TransferServer | None = server
         self._connection: transfer.TransferConnection | None = server.connect(peer.transfer_addr)
 
@@ -61,21 +60,29 @@ class JaxLink:
 
     def is_whole(self) -> bool:
         # All are there from the start; which they are is looked for once.
-        if not self._connections:
-            mine = [found for found in self._remote.descriptors() if found.inode not in self._of_others]
-            if len(mine) < self._num_connections:
-                return False
-            self._connections = mine
-        return all(connection.is_established() for connection in self._connections)
+        connections = self._found() if self._connections is None else self._connections
+        if len(connections) < self._num_connections:
+            logger.warning(
+                "%d of %d connections to the transfer server at %s are there; what came over them is not trusted",
+                len(connections),
+                self._num_connections,
+                self._remote.host,
+            )
+            return False
+        self._connections = connections
+        return all(connection.is_established() for connection in connections)
 
     def retire(self) -> None:
-        self.is_whole()  # finds its connections before there are others to the same peer
-        self._own = self._remote.connections() - self._of_others
+        if self._connections is None:
+            self._connections = self._found()  # before there are others to the same peer
+
+    def _found(self) -> list[Descriptor]:
+        return [found for found in self._remote.descriptors() if found.inode not in self._of_others]
 
     def cut(self) -> None:
         # Deleting a native server while a thread of its waits for the rest of a message freezes the process, GIL held,
         # for as long as the peer is stopped: so the threads' sockets are ended first.
-        self._remote.hang_up(self._own)
+        self._remote.hang_up({connection.inode for connection in self._connections or ()})
         # Poisoned but kept, a connection wedges P for everybody.
         connection, self._connection = self._connection, None
         if connection is not None:
