@@ -34,6 +34,10 @@ LONGEST_NAP = 0.001
 LONGER_NAP = 1.25
 """By how much one grows while nothing happens: what becomes ready is seen a quarter of its time too late at most."""
 
+DRAIN = 0.5
+"""Seconds after a connection broke for which chunks under way on it are waited for, before all are pulled anew: some of
+its sockets may stand, and what was to come over them never does."""
+
 IDLE_CHECK = 30.0
 """Seconds between looks for connections that nobody uses."""
 
@@ -140,7 +144,10 @@ class PullExecutor:
 
     def _pull(self, job: Job) -> bool:
         if job.broken is not None:
-            failure = job.recover(time.monotonic())
+            now = time.monotonic()
+            if now - job.broken_at > DRAIN:
+                self._leave_behind(job, now)
+            failure = job.recover(now)
             if failure is not None:
                 self._fail(job, failure)
         return job.broken is None and self._start_pulls(job)
@@ -164,9 +171,10 @@ class PullExecutor:
 
     def _take_arrived(self, job: Job) -> bool:
         task, progress = job.task, False
-        while job.pulling and _all_ready(job.pulling[0].arrays):
+        # In any order: a connection that broke may leave the first hanging and fail the second.
+        for piece in [piece for piece in job.pulling if _all_ready(piece.arrays)]:
             progress = True
-            piece = job.pulling.popleft()
+            job.pulling.remove(piece)
             error = _error_in(piece.arrays)
             if error is None and job.all_pulled and not _whole(job.link):
                 error = "a connection broke while data was arriving on it"
@@ -231,11 +239,19 @@ class PullExecutor:
         patience = 0.0 if isinstance(error, TransferTimeoutError) else self._orphan_timeout
         give_up = time.monotonic() + patience
         for piece in pieces:
-            if job.link is None or not piece.arrays or _all_ready(piece.arrays):
-                self._budget.give(piece.nbytes)
-            else:
-                self._orphans.append(Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
+            self._orphan(job, piece, give_up)
         job.future.set_exception(error)
+
+    def _leave_behind(self, job: Job, now: float) -> None:
+        """What a broken connection still owes may never come, and it goes when the last transfer has left it."""
+        while job.pulling:
+            self._orphan(job, job.pulling.popleft(), give_up=now)
+
+    def _orphan(self, job: Job, piece: Piece, give_up: float) -> None:
+        if job.link is None or not piece.arrays or _all_ready(piece.arrays):
+            self._budget.give(piece.nbytes)
+        else:
+            self._orphans.append(Orphan(job.task.peer, job.link, piece.arrays, piece.nbytes, give_up))
 
     def _retire(self, peer: Peer, link: Link | None) -> None:
         if link is not None:

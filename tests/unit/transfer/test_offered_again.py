@@ -9,7 +9,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import IncompatiblePeerError, TransferError
-from sgl_pd_connector.transfer import pull_task
+from sgl_pd_connector.transfer import pull_executor, pull_task
 from sgl_pd_connector.transfer.offers import Offer
 from sgl_pd_connector.transfer.plan import PullChunk
 from sgl_pd_connector.transfer.pull_task import Retry
@@ -18,7 +18,7 @@ from tests.unit.transfer.fakes import wait_until
 from tests.unit.transfer.interest_table import P1, D, error_of, pulling
 from tests.unit.transfer.offer_table import P, asked, offered, only
 from tests.unit.transfer.offer_table import packed as packed_unasked
-from tests.unit.transfer.pulls import GONE, SIZE, Pulls
+from tests.unit.transfer.pulls import GONE, Pulls
 
 pytestmark = pytest.mark.unit
 
@@ -204,19 +204,30 @@ def test_a_second_failure_is_the_end(pulls: Pulls, again: Again) -> None:
     assert task.life.state is KVPoll.Failed
 
 
-@pytest.mark.parametrize("stuck", [False, True], ids=["no answer", "the rest does not arrive"])
+def test_what_hangs_on_the_broken_connection_is_not_waited_for_long(
+    pulls: Pulls, again: Again, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_executor, "DRAIN", 0.05)
+    _, future = pulls.start(1, 2, retry=again.retry)
+    break_off(pulls, 2)
+    wait_until(lambda: again.asked)
+    wait_until(lambda: pulls.transport.links[0].is_cut, "nobody else uses it")
+    assert pulls.budget.held == 0
+    again.offer(11, 12)
+    pulls.transport.arrive(11, 12)
+    pulls.writer.write_all(2)
+    future.result(20)
+
+
 def test_a_new_offer_is_not_waited_for_long(
-    pulls: Pulls, again: Again, stuck: bool, monkeypatch: pytest.MonkeyPatch
+    pulls: Pulls, again: Again, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull_task, "OFFER_AGAIN_WITHIN", 0.05)
-    _, future = pulls.start(1, *([2] if stuck else []), retry=again.retry)
+    _, future = pulls.start(1, retry=again.retry)
     break_off(pulls, 1)
     with pytest.raises(TransferError, match=r"failed: connection reset; it was not offered again in 0\.\d s"):
         future.result(20)
-    assert pulls.budget.held == (SIZE if stuck else 0)
-    if stuck:
-        pulls.transport.arrive(2)
-        wait_until(lambda: pulls.budget.held == 0)
+    assert pulls.budget.held == 0
 
 
 def test_an_end_from_outside_is_not_held_up_by_a_retry(pulls: Pulls, again: Again) -> None:

@@ -47,15 +47,22 @@ def test_it_is_never_done_before_everything_is_ready_and_written(pulls: Pulls) -
     assert task.life.state is KVPoll.Success
 
 
-def test_chunks_are_written_as_they_arrive_in_order(pulls: Pulls) -> None:
+def test_chunks_are_written_as_they_arrive(pulls: Pulls) -> None:
     _, future = pulls.start(1, 2, 3)
     pulls.transport.arrive(2)
-    pulls.let_it_run()
-    assert pulls.writer.queued == []
+    pulls.writer.write_all(1)
     pulls.transport.arrive(1)
-    pulls.writer.write_all(2)
-    assert [int(write.page_ids[0]) for write in pulls.writer.carried_out] == [1, 2]
+    pulls.writer.write_all(1)
+    assert [int(write.page_ids[0]) for write in pulls.writer.carried_out] == [2, 1]
     pulls.finish(future, [3])
+
+
+def test_an_error_is_seen_behind_a_chunk_that_hangs(pulls: Pulls) -> None:
+    _, future = pulls.start(1, 2)
+    pulls.transport.arrays(2)[0].break_off()
+    pulls.transport.arrays(2)[1].arrive()
+    assert isinstance(future.exception(20), TransferError)
+    pulls.transport.arrive(1)
 
 
 def test_a_few_chunks_are_under_way_at_once(pulls: Pulls) -> None:
