@@ -300,7 +300,8 @@ def test_a_request_that_vllm_rejects_after_the_router_sent_it_tells_p(make: Call
     engine = make("kv_consumer")
     engine.add("a", 1, abort_immediately=True)
     engine.drain()
-    assert engine.receiver.aborted
+    assert engine.manager.refused == [(ROUTED["bootstrap_room"], "127.0.0.1:8998")]
+    assert engine.manager.receivers == [], "vLLM's stand-in has not the prompt that P knows the request by"
 
 
 def test_requests_that_do_not_fit_together_are_served_one_after_the_other(
