@@ -57,11 +57,11 @@ class Links:
             link.retire()
 
     def retire_idle(self, busy: Set[Link], now: float) -> None:
-        """Gives up what nobody used for long, links in ``busy`` excepted."""
+        """Gives up what nobody used for long or what the peer has left, links in ``busy`` excepted."""
         for line in list(self._current.values()):
             if line.link in busy:
                 line.used = now
-            elif now - line.used > LINK_IDLE:
+            elif now - line.used > LINK_IDLE or not line.link.is_whole():
                 self.retire(line.peer, line.link)
 
     def retire_all(self) -> None:

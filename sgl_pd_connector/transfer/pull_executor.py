@@ -38,8 +38,8 @@ DRAIN = 0.5
 """Seconds after a connection broke for which chunks under way on it are waited for, before all are pulled anew: some of
 its sockets may stand, and what was to come over them never does."""
 
-IDLE_CHECK = 30.0
-"""Seconds between looks for connections that nobody uses."""
+IDLE_CHECK = 5.0
+"""Seconds between looks for connections that nobody uses or whose peer is gone."""
 
 STOP_GRACE = 0.5
 """Seconds that arrays still arriving are given when this side stops."""

@@ -55,6 +55,7 @@ class ManyDs(EnginePair):
         # P answers D's pulls, which have reached it, when D has stopped: more than the kernels keep in between.
         self.p.stop()
         moved.receiver.receive(moved.d_pages)
+        eventually(lambda: self.d.stats()["pulled_bytes"], "D's first pull")
         eventually(lambda: queued(self.p).unread.get(self._port), "a pull at P's transfer server")
         self.d.stop()
         self.p.resume()

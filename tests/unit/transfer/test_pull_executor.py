@@ -418,6 +418,19 @@ def test_a_connection_that_nobody_used_for_long_is_not_used_again(
     assert len(pulls.transport.links) == 2
 
 
+def test_a_connection_that_the_peer_has_left_is_given_up_soon(
+    monkeypatch: pytest.MonkeyPatch, pulls: Pulls
+) -> None:
+    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.05)
+    _, future = pulls.start(1)
+    pulls.finish(future, [1])
+    [link] = pulls.transport.links
+    pulls.let_it_run()
+    assert not link.is_cut
+    link.whole = False
+    wait_until(lambda: link.is_cut, "the dead connection dropped")
+
+
 def test_a_connection_in_use_is_not_idle_however_slow_it_is(
     monkeypatch: pytest.MonkeyPatch, pulls: Pulls
 ) -> None:
