@@ -145,24 +145,21 @@ class JaxTransferKVEngine:
         return server
 
     def register(self, uuid: int, buffers: Sequence[jax.Array], lifetime: float) -> None:
-        self._offer(uuid, buffers, lifetime)
-
-    def release(self, uuid: int) -> None:
-        # An offer owns its buffers whatever Python drops. Offering nothing in its place frees them at once, and a late
-        # pull then gets an error instead of hanging.
-        self._offer(uuid, [], RELEASED_LIFETIME)
-
-    def sweep(self) -> None:
-        # Expiry happens only when the server next handles an offer or a pull: so offer nothing, once in a while.
-        if self._server is not None:
-            self._offer(new_uuid(), [], MIN_LIFETIME)
-            self._stalls.look(time.monotonic())
-
-    def _offer(self, uuid: int, buffers: Sequence[jax.Array], lifetime: float) -> None:
         # Never without an end: an offer of nothing, too, takes 160 bytes until it is pulled, and none of those is.
         assert self._server is not None, "this process does not serve"
         expiry = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=max(lifetime, MIN_LIFETIME))
         self._server.await_pull(uuid, list(buffers), timeout=expiry)
+
+    def release(self, uuid: int) -> None:
+        # An offer owns its buffers whatever Python drops. Offering nothing in its place frees them at once, and a late
+        # pull then gets an error instead of hanging.
+        self.register(uuid, [], RELEASED_LIFETIME)
+
+    def sweep(self) -> None:
+        # Expiry happens only when the server next handles an offer or a pull: so offer nothing, once in a while.
+        if self._server is not None:
+            self.register(new_uuid(), [], MIN_LIFETIME)
+            self._stalls.look(time.monotonic())
 
     def link(self, peer: Peer) -> JaxLink:
         return JaxLink(self._start_server(0), peer, self._channels)

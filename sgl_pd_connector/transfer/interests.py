@@ -213,10 +213,9 @@ class InterestTable:
         pause, self._ticked = now - self._ticked, now
         if pause > PAUSE:
             # A P that was not asked has not been silent.
-            for asked in (
-                asked for interest in self._by_attempt.values() for asked in interest.asked.values()
-            ):
-                asked.heard += pause
+            for interest in self._by_attempt.values():
+                for asked in interest.asked.values():
+                    asked.heard += pause
         for interest in list(self._by_attempt.values()):
             if not interest.life.is_final:
                 error = self._overdue(interest, now)

@@ -12,8 +12,9 @@ import os
 import socket
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
+
+from sgl_pd_connector.wire.address import Address
 
 _ESTABLISHED = 1  # in <net/tcp_states.h>, and the first byte of struct tcp_info
 
@@ -96,18 +97,11 @@ class Remote:
         return count
 
     def _sockets(self) -> Iterator[tuple[int, socket.socket]]:
-        host = _numeric(self.host)
+        ip = Address(self.host, 0).ip
         for number, sock in _numbered():
             try:
                 name = sock.getpeername()
             except OSError:
                 continue  # listens, or is not connected yet or any more
-            if name[1] in self.ports and _numeric(name[0]) == host:
+            if name[1] in self.ports and Address(name[0], name[1]).ip == ip:
                 yield number, sock
-
-
-def _numeric(host: str) -> object:
-    """Comparable: an IPv4 address is the same address on a socket for both families."""
-    address = ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address

@@ -287,6 +287,16 @@ class Moved:
     sender: Transfer
     receiver: Transfer
 
+    def offer(self) -> None:
+        """Brings it to where D can pull."""
+        assert self.sender.send(self.p_pages)
+        self.receiver.wait("WaitingForInput")
+
+    def pull(self) -> None:
+        """Brings it to where D pulls."""
+        self.offer()
+        self.receiver.receive(self.d_pages)
+
     def finish(self, within: float = 30.0) -> None:
         """Drives it from wherever it is to success on both sides."""
         if not self.sender.poll()["released"]:

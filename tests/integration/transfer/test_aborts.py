@@ -43,8 +43,7 @@ def bootstrapping(pair: EnginePair) -> Moved:
 
 def prefilled(pair: EnginePair) -> Moved:
     moved = bootstrapping(pair)
-    assert moved.sender.send(moved.p_pages)
-    moved.receiver.wait("WaitingForInput")
+    moved.offer()
     return moved
 
 
@@ -108,8 +107,7 @@ def test_after_p_gave_up_no_page_is_written(pair: EnginePair) -> None:
 
 def test_one_abort_does_not_touch_the_transfers_beside_it(pair: EnginePair) -> None:
     other = pair.request(TOKENS, d_pages=range(PAGES))
-    other.sender.send(other.p_pages)
-    other.receiver.wait("WaitingForInput")
+    other.offer()
     moved = mid_pull(pair)
     other.receiver.receive(other.d_pages)
     moved.sender.abort("preempted")

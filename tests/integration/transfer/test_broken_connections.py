@@ -27,9 +27,7 @@ class Breakable(EnginePair):
     def pulling(self, num_tokens: int) -> Moved:
         moved = self.request(num_tokens)
         self.d.fill(moved.d_pages, 0)  # all requests here move the same bytes
-        moved.sender.send(moved.p_pages)
-        moved.receiver.wait("WaitingForInput")
-        moved.receiver.receive(moved.d_pages)
+        moved.pull()
         return moved
 
     def assert_moved(self, moved: Moved) -> None:
@@ -79,8 +77,7 @@ def test_several_transfers_that_break_together(small: Breakable) -> None:
     small.assert_moved(small.pulling(160))
     several = [small.request(80, d_pages=range(20 * i, 20 * (i + 1))) for i in range(3)]
     for moved in several:
-        moved.sender.send(moved.p_pages)
-        moved.receiver.wait("WaitingForInput")
+        moved.offer()
     small.d.stepping(False)
     for moved in several:
         moved.receiver.receive(moved.d_pages)

@@ -79,8 +79,7 @@ def underway(pair: EnginePair) -> Underway:
     waiting, offered, pulling = (pair.request(TOKENS) for _ in range(3))
     waiting.sender.wait("WaitingForInput")
     for moved in (offered, pulling):
-        assert moved.sender.send(moved.p_pages)
-        moved.receiver.wait("WaitingForInput")
+        moved.offer()
     pair.d.stepping(False)
     pulling.receiver.receive(pulling.d_pages)
     eventually(lambda: pair.d.stats()["pulled_bytes"] == PULLED_BYTES, "all but the last chunk")
@@ -286,9 +285,7 @@ def test_p_that_is_frozen_in_the_middle_of_a_message_does_not_freeze_d(heavy: En
     before = heavy.d.resources()
     for delay in (0.01, 0.03, 0.05):
         moved = heavy.request(64 * 60)
-        moved.sender.send(moved.p_pages)
-        moved.receiver.wait("WaitingForInput")
-        moved.receiver.receive(moved.d_pages)
+        moved.pull()
         time.sleep(delay)  # anywhere in the transfer
         heavy.p.stop()
         moved.receiver.wait("Failed", "Success", within=IN_TIME)
@@ -307,9 +304,7 @@ def test_p_that_dies_in_the_middle_of_a_message_leaves_nothing_at_d(heavy: Engin
     heavy.request(64 * 60).finish()
     before = heavy.d.resources()
     moved = heavy.request(64 * 60)
-    moved.sender.send(moved.p_pages)
-    moved.receiver.wait("WaitingForInput")
-    moved.receiver.receive(moved.d_pages)
+    moved.pull()
     time.sleep(0.03)  # anywhere in the transfer
     heavy.p.kill()
     moved.receiver.wait("Failed", "Success", within=IN_TIME)
@@ -322,9 +317,7 @@ def test_d_ends_like_a_program_while_p_is_frozen_in_the_middle_of_a_message(heav
     heavy.d.close()
     heavy.restart_d(spawn=True)
     moved = heavy.request(64 * 60)
-    moved.sender.send(moved.p_pages)
-    moved.receiver.wait("WaitingForInput")
-    moved.receiver.receive(moved.d_pages)
+    moved.pull()
     time.sleep(0.03)
     heavy.p.stop()
     assert heavy.d.close() == 0

@@ -37,21 +37,16 @@ class ManyDs(EnginePair):
         self._port = free_port()
         super().__init__(pool, SETTINGS | {"transfer_port": self._port}, SETTINGS)
 
-    def ready(self) -> Moved:
-        moved = self.request(TOKENS)
-        moved.sender.send(moved.p_pages)
-        moved.receiver.wait("WaitingForInput")
-        return moved
-
     def pulling(self) -> Moved:
-        moved = self.ready()
-        moved.receiver.receive(moved.d_pages)
+        moved = self.request(TOKENS)
+        moved.pull()
         return moved
 
     def stopped_in_the_middle(self) -> tuple[EngineProcess, Moved]:
         """A D on the way to which there is data of this transfer, and that does not take it."""
         self.pulling().finish()
-        moved = self.ready()
+        moved = self.request(TOKENS)
+        moved.offer()
         # P answers D's pulls, which have reached it, when D has stopped: more than the kernels keep in between.
         self.p.stop()
         moved.receiver.receive(moved.d_pages)

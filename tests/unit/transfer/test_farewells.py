@@ -45,6 +45,12 @@ ENDS: dict[Callable[[D], Interest], type[msg.Message]] = {
 at_every_end = pytest.mark.parametrize("end", ENDS)
 
 
+def assert_silent_from_now_on(d: D) -> None:
+    sent = len(d.sent)
+    d.pass_time(5)
+    assert len(d.sent) == sent
+
+
 @at_every_end
 def test_it_is_told_at_once_and_repeated_until_p_answers(d: D, end: Callable[[D], Interest]) -> None:
     interest = end(d)
@@ -66,27 +72,21 @@ def test_it_is_told_at_once_and_repeated_until_p_answers(d: D, end: Callable[[D]
 def test_a_p_that_has_none_is_told_no_more(d: D, end: Callable[[D], Interest], answer: str) -> None:
     end(d)
     d.told(answer)
-    sent = len(d.sent)
-    d.pass_time(5)
-    assert len(d.sent) == sent
+    assert_silent_from_now_on(d)
 
 
 @at_every_end
 def test_a_p_that_ended_it_meanwhile_is_told_no_more(d: D, end: Callable[[D], Interest]) -> None:
     end(d)
     d.hear(msg.Failed(room=7, attempt=1, reason="lease"))
-    sent = len(d.sent)
-    d.pass_time(5)
-    assert len(d.sent) == sent
+    assert_silent_from_now_on(d)
 
 
 @at_every_end
 def test_a_p_that_does_not_answer_is_left_alone(d: D, end: Callable[[D], Interest]) -> None:
     end(d)
     d.pass_time(LIMITS.peer_timeout + 1)
-    sent = len(d.sent)
-    d.pass_time(5)
-    assert len(d.sent) == sent
+    assert_silent_from_now_on(d)
 
 
 def test_of_several_each_is_told_until_it_answers_itself() -> None:
@@ -100,17 +100,13 @@ def test_of_several_each_is_told_until_it_answers_itself() -> None:
     assert len(d.messages(msg.Failed, P1)) == before
     assert len(d.messages(msg.Failed, P2)) > before
     d.told("no", P2)
-    sent = len(d.sent)
-    d.pass_time(5)
-    assert len(d.sent) == sent
+    assert_silent_from_now_on(d)
 
 
 def test_a_d_that_stops_keeps_nothing(d: D) -> None:
     succeeded(d)
     d.do(d.table.close("stopping", d.now))
-    sent = len(d.sent)
-    d.pass_time(5)
-    assert len(d.sent) == sent
+    assert_silent_from_now_on(d)
 
 
 def test_p_counts_a_success_although_the_first_done_was_lost(p: P, d: D) -> None:
