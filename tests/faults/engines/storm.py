@@ -108,16 +108,21 @@ class Storm:
         return {f"{cell.state} {cell.front}": cell.problems for cell in self.run(fault) if not cell.passed}
 
     def _meet(self, fault: Fault) -> list[Call]:
-        for _ in range(PLACINGS):
-            if calls := asyncio.run(self._try_to_meet(fault, plan(self._answers))):
-                return calls
+        misplaced: list[str] = []
+        while len(misplaced) < PLACINGS:
+            traffic = Traffic(self._pair)
+            problem = asyncio.run(self._try_to_meet(fault, traffic, plan(self._answers)))
+            if not problem:
+                return traffic.calls
+            misplaced.append(problem)
             self._unsettled({})
-        raise AssertionError(f"{PLACINGS} times an answer was over before the others were on their way")
+        raise AssertionError(f"requests were not in the states they should be in: {misplaced}")
 
-    async def _try_to_meet(self, fault: Fault, requests: Plan) -> list[Call]:
-        async with Traffic(self._pair) as traffic:
-            if not await traffic.place(requests):
-                return []
+    async def _try_to_meet(self, fault: Fault, traffic: Traffic, requests: Plan) -> str:
+        """Why not, if not."""
+        async with traffic:
+            if problem := await traffic.place(requests):
+                return problem
             await asyncio.to_thread(fault.inject, self._pair)
             self._answers.refill()
             if fault.leave:
@@ -126,7 +131,7 @@ class Storm:
             await asyncio.sleep(fault.lasts)
             await asyncio.to_thread(fault.heal, self._pair)
             await traffic.finish()
-        return traffic.calls
+        return ""
 
     def _next_request_problem(self, fronts: Iterable[str]) -> str:
         """A request through each of them; its KV must come from P."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -11,8 +12,7 @@ import httpx
 
 from tests.faults.engines.calls import FRONTS, PATIENCE, Call
 from tests.faults.engines.golden import Golden, GoldenAnswers
-from tests.faults.engines.pair import Pair
-from tests.waiting import eventually
+from tests.faults.engines.pair import DEADLINES, LONGEST, Pair
 
 STATES = ("queued", "prefilling", "transferring", "decoding")
 
@@ -49,11 +49,10 @@ class Traffic:
         await self.leave()
         await self._client.aclose()
 
-    async def place(self, plan: Plan) -> bool:
+    async def place(self, plan: Plan) -> str:
         """All requests of the plan, each in its state; transfers are held back until `let_go`.
 
-        False: one was over before the last was on its way, as may be on a busy machine.
-
+        Returns what went otherwise, as may be on a busy machine: a request was over before the last was on its way.
         The proxies must exist: a request must have passed before.
         """
         for call in self._send(plan, "decoding"):
@@ -61,11 +60,17 @@ class Traffic:
         for proxy in self._pair.view.transfers.values():
             await asyncio.to_thread(proxy.hold)
         num_held = len(self._send(plan, "transferring"))
-        await self._until({"in_flight": num_held, "registered_bytes": 1}, wake=True)
+        late = await self._until({"in_flight": num_held, "registered_bytes": 1}, LONGEST, wake=True)
+        if late:
+            return late
         self._send(plan, "prefilling")
         self._send(plan, "queued")
-        await self._until({"in_flight": num_held + 1})
-        return not any(call.outcome for call in self.calls)
+        # What is held back waits no longer than that.
+        late = await self._until({"in_flight": num_held + 1}, DEADLINES["transfer_timeout"])
+        over = [
+            f"{call.state} {call.front}: {call.outcome} {call.error}" for call in self.calls if call.outcome
+        ]
+        return "; ".join(filter(None, [late, *over]))
 
     async def ask(self, plan: Plan) -> list[Call]:
         """The requests of a plan whose states do not matter, to their end."""
@@ -98,13 +103,15 @@ class Traffic:
         self._tasks += [asyncio.create_task(call.run(self._client, self._pair)) for call in calls]
         return calls
 
-    async def _until(self, least: Mapping[str, float], *, wake: bool = False) -> None:
-        """P says so. ``wake``: it has nothing to compute by now."""
-
-        def reached() -> bool:
+    async def _until(self, least: Mapping[str, float], within: float, *, wake: bool = False) -> str:
+        """P says so, or what else it says after ``within`` seconds. ``wake``: it has nothing to compute by now."""
+        deadline = time.monotonic() + within
+        while True:
             if wake:
-                self._pair.wake("P")
-            standing = self._pair.standing("P")
-            return all(standing[gauge] >= number for gauge, number in least.items())
-
-        await asyncio.to_thread(eventually, reached, f"P: at least {least}")
+                await asyncio.to_thread(self._pair.wake, "P")
+            standing = await asyncio.to_thread(self._pair.standing, "P")
+            if all(standing[gauge] >= number for gauge, number in least.items()):
+                return ""
+            if time.monotonic() > deadline:
+                return f"after {within:g} s P has not {dict(least)} but {dict(standing)}"
+            await asyncio.sleep(0.02)
