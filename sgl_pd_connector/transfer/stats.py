@@ -33,6 +33,7 @@ class TransferRecord:
         num_tokens: tokens of the prompt, 0 if never known.
         pages: pages moved (0 unless ok).
         nbytes: bytes moved.
+        retries: how often everything was offered and pulled anew after a connection had broken.
         bootstrap_s: seconds until the two sides had met (P) or P was ready (D).
         input_s: seconds from then until the prefill was done (P) or pages were given (D).
         transfer_s: seconds from then until everything was pulled, written and reported.
@@ -46,6 +47,7 @@ class TransferRecord:
     num_tokens: int
     pages: int
     nbytes: int
+    retries: int
     bootstrap_s: float
     input_s: float
     transfer_s: float
@@ -66,6 +68,7 @@ class TransferRecord:
         num_tokens: int,
         pages: int,
         nbytes: int,
+        retries: int = 0,
         pulled_at: float | None = None,
     ) -> TransferRecord:
         """From the times at which a `Lifecycle` entered its states."""
@@ -88,6 +91,7 @@ class TransferRecord:
             num_tokens=num_tokens,
             pages=pages if error is None else 0,
             nbytes=nbytes if error is None else 0,
+            retries=retries,
             bootstrap_s=_between(entered, KVPoll.Bootstrapping, KVPoll.WaitingForInput, *ends),
             input_s=_between(entered, KVPoll.WaitingForInput, KVPoll.Transferring, *ends),
             transfer_s=_between(entered, KVPoll.Transferring, *ends),
@@ -105,6 +109,7 @@ class TransferStats:
     Attributes:
         ok, failed, timeout, aborted: finished transfers by outcome.
         nbytes, pages: moved by those that were ok.
+        retries: of all of them together.
         in_flight: transfers that are not over.
         packed_bytes: P: device memory held for packed copies.
         registered_bytes: P: of those, registered with the native transfer server.
@@ -120,6 +125,7 @@ class TransferStats:
     aborted: int = 0
     nbytes: int = 0
     pages: int = 0
+    retries: int = 0
     in_flight: int = 0
     packed_bytes: int = 0
     registered_bytes: int = 0
@@ -149,6 +155,7 @@ class Recorder:
             setattr(totals, record.outcome, getattr(totals, record.outcome) + 1)
             totals.nbytes += record.nbytes
             totals.pages += record.pages
+            totals.retries += record.retries
             self._records.append(record)
         if self.sink is not None:
             self.sink(record)

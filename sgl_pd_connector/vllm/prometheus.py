@@ -11,15 +11,6 @@ from sgl_pd_connector.vllm import stats
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
-GAUGE_TEXT = {
-    "in_flight": "Transfers that are not over.",
-    "packed_bytes": "Prefill: device memory held for packed copies.",
-    "registered_bytes": "Prefill: bytes offered to decode servers.",
-    "pulled_bytes": "Decode: device memory held for data that is not written yet.",
-    "waiting_sends": "Prefill: prompts that wait for room in max_packed_bytes.",
-    "compilations": "Gather and scatter shapes compiled; constant after start-up.",
-}
-
 
 class SglJaxStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not installed where this is checked
     """One payload, with the operations vLLM wants of it."""
@@ -59,13 +50,9 @@ class SglJaxPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # as abov
             documentation="Finished KV transfers, by outcome.",
             labelnames=[*labelnames, "outcome"],
         )
-        self._moved = {
-            what: counter(
-                name=f"vllm:sgl_pd_{what}",
-                documentation=f"KV cache {what} moved by transfers that were ok.",
-                labelnames=labelnames,
-            )
-            for what in stats.COUNTERS
+        self._counters = {
+            name: counter(name=f"vllm:sgl_pd_{name}", documentation=text, labelnames=labelnames)
+            for name, text in stats.COUNTERS.items()
         }
         self._stages = histogram(
             name="vllm:sgl_pd_stage_seconds",
@@ -78,23 +65,25 @@ class SglJaxPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # as abov
         self._gauges = {
             name: gauge(
                 name=f"vllm:sgl_pd_{name}",
-                documentation=GAUGE_TEXT[name],
+                documentation=text,
                 labelnames=labelnames,
                 multiprocess_mode="mostrecent",
             )
-            for name in stats.GAUGES
+            for name, text in stats.GAUGES.items()
         }
         # Series exist from the start: a rate over a counter that appears at its first failure shows nothing.
         for labels in per_engine_labelvalues.values():
             for outcome in stats.OUTCOMES:
                 self._transfers.labels(*labels, outcome)
+            for metric in self._counters.values():
+                metric.labels(*labels)
 
     def observe(self, transfer_stats_data: stats.Payload, engine_idx: int = 0) -> None:
         labels = self._engines[engine_idx]
         for outcome in stats.OUTCOMES:
             self._transfers.labels(*labels, outcome).inc(transfer_stats_data[outcome])
-        for what, metric in self._moved.items():
-            metric.labels(*labels).inc(transfer_stats_data[what])
+        for name, metric in self._counters.items():
+            metric.labels(*labels).inc(transfer_stats_data[name])
         for stage in stats.STAGES:
             for seconds in transfer_stats_data[f"{stage}_seconds"]:
                 self._stages.labels(*labels, stage).observe(seconds)

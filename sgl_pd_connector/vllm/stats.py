@@ -13,10 +13,21 @@ from typing import Any
 from sgl_pd_connector.transfer.stats import TransferRecord, TransferStats
 
 OUTCOMES = ("ok", "failed", "timeout", "aborted")
-COUNTERS = ("bytes", "pages")
+COUNTERS = {
+    "bytes": "KV cache bytes moved by transfers that were ok.",
+    "pages": "KV cache pages moved by transfers that were ok.",
+    "retries": "Transfers begun anew because a connection had broken.",
+}
 PREFILL_STAGES = ("bootstrap", "input", "transfer")
 STAGES = (*PREFILL_STAGES, "pull")
-GAUGES = ("in_flight", "packed_bytes", "registered_bytes", "pulled_bytes", "waiting_sends", "compilations")
+GAUGES = {
+    "in_flight": "Transfers that are not over.",
+    "packed_bytes": "Prefill: device memory held for packed copies.",
+    "registered_bytes": "Prefill: bytes offered to decode servers.",
+    "pulled_bytes": "Decode: device memory held for data that is not written yet.",
+    "waiting_sends": "Prefill: prompts that wait for room in max_packed_bytes.",
+    "compilations": "Gather and scatter shapes compiled; constant after start-up.",
+}
 
 Payload = dict[str, Any]
 
@@ -24,7 +35,7 @@ Payload = dict[str, Any]
 def empty() -> Payload:
     """A payload that says nothing."""
     return {
-        **dict.fromkeys(OUTCOMES + COUNTERS, 0),
+        **dict.fromkeys((*OUTCOMES, *COUNTERS), 0),
         **{f"{stage}_seconds": [] for stage in STAGES},
         "gauges": {},
     }
@@ -41,6 +52,7 @@ def collect(records: Sequence[TransferRecord], stats: TransferStats) -> Payload:
         payload[record.outcome] += 1
         payload["bytes"] += record.nbytes
         payload["pages"] += record.pages
+        payload["retries"] += record.retries
         if record.ok:
             for stage in STAGES if record.role == "decode" else PREFILL_STAGES:
                 payload[f"{stage}_seconds"].append(getattr(record, f"{stage}_s"))

@@ -18,7 +18,7 @@ import typer.main
 from sgl_pd_connector.cli.main import app
 from sgl_pd_connector.config import ConnectorConfig, load_config
 from sgl_pd_connector.sgl_jax import server_args
-from sgl_pd_connector.vllm import compat
+from sgl_pd_connector.vllm import compat, stats
 
 pytestmark = pytest.mark.unit
 
@@ -137,6 +137,20 @@ def settings_table() -> str:
 def test_the_table_of_settings_is_the_codes() -> None:
     written = (ROOT / "docs" / "settings.md").read_text()
     assert settings_table() in written, f"docs/settings.md needs this table:\n{settings_table()}"
+
+
+def metrics_table() -> str:
+    rows = ["| metric | type | meaning |", "|---|---|---|"]
+    rows += [f"| `vllm:sgl_pd_{name}_total` | counter | {text} |" for name, text in stats.COUNTERS.items()]
+    rows += [f"| `vllm:sgl_pd_{name}` | gauge | {text} |" for name, text in stats.GAUGES.items()]
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_of_metrics_is_the_codes() -> None:
+    written = (ROOT / "docs" / "operations.md").read_text()
+    assert metrics_table() in written, f"docs/operations.md needs this table:\n{metrics_table()}"
+    for name in (*stats.OUTCOMES, *stats.STAGES):
+        assert f"`{name}`" in written
 
 
 def test_the_navigation_names_every_page() -> None:

@@ -37,6 +37,7 @@ def record(
         num_tokens=40,
         pages=3,
         nbytes=300,
+        retries=1,
         pulled_at=pulled_at,
     )
 
@@ -78,7 +79,7 @@ def test_counters_add_up_and_records_are_taken_once() -> None:
     recorder.add(record({KVPoll.Bootstrapping: 1.0, KVPoll.Failed: 6.0}, TransferAbortedError("gone")))
     totals = recorder.totals
     assert (totals.ok, totals.aborted, totals.failed, totals.timeout) == (2, 1, 0, 0)
-    assert (totals.pages, totals.nbytes) == (6, 600)
+    assert (totals.pages, totals.nbytes, totals.retries) == (6, 600, 3)
     assert [done.outcome for done in recorder.take()] == ["ok", "ok", "aborted"]
     assert recorder.take() == []
     assert recorder.totals.ok == 2

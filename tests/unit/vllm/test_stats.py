@@ -20,6 +20,7 @@ def record(outcome: str, transfer_s: float = 0.5, role: str = "decode") -> Trans
         num_tokens=10,
         pages=3 if ok else 0,
         nbytes=3000 if ok else 0,
+        retries=1,
         bootstrap_s=0.1,
         input_s=0.2,
         transfer_s=transfer_s,
@@ -31,6 +32,7 @@ def test_a_step_counts_by_outcome_and_observes_what_was_ok() -> None:
     payload = stats.collect([record("ok"), record("timeout"), record("ok", 1.5)], TransferStats(in_flight=4))
     assert (payload["ok"], payload["timeout"], payload["failed"]) == (2, 1, 0)
     assert (payload["bytes"], payload["pages"]) == (6000, 6)
+    assert payload["retries"] == 3, "also of those that failed in the end"
     assert payload["transfer_seconds"] == [0.5, 1.5]
     assert payload["gauges"]["in_flight"] == 4
 
