@@ -44,11 +44,11 @@ def test_it_serves_until_interrupted(tmp_path: Path) -> None:
     }
     environment |= {"LOG_DIR": str(tmp_path), "TRANSFER_LOG": str(log)}
     options = ["--max-model-len", "1024", "--block-size", "16", *engine.extra_args]
+    # Where tests run in the background, interrupts are ignored, and a shell that starts so cannot change that.
+    command = ["env", "--default-signal=INT", str(SCRIPT), *options]
     with (
         (tmp_path / "script.log").open("w+") as output,
-        subprocess.Popen(
-            [SCRIPT, *options], env=environment, stdout=output, stderr=subprocess.STDOUT
-        ) as script,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT) as script,
     ):
         try:
             deadline = time.monotonic() + 500

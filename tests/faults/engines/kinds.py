@@ -78,7 +78,8 @@ def faults() -> Iterator[Fault]:
         yield stopped(name)
     for name in ("bootstrap", *ROUTERS):
         yield killed(name)
-    yield killed("mini_lb", same_address=False)
+    for name in ROUTERS:
+        yield killed(name, same_address=False)
     yield killed("P")
     yield killed("P", same_address=False)
     yield killed("D")
