@@ -78,8 +78,14 @@ class Interest:
 
     @property
     def who(self) -> str:
-        """Those asked, for texts."""
-        return ", ".join(sorted(map(str, self.asked)))
+        """Those waited for, for texts."""
+        return ", ".join(sorted(map(str, self.relied_on)))
+
+    @property
+    def relied_on(self) -> dict[PeerRoute, Asked]:
+        """Those whose answers it waits for: whoever has said that it has the request; until then, all."""
+        have = {route: asked for route, asked in self.asked.items() if asked.known == "yes"}
+        return have or self.asked
 
     @property
     def met(self) -> bool:

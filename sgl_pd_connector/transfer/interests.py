@@ -215,14 +215,16 @@ class InterestTable:
             # A P that was not asked has not been silent.
             for interest in self._by_attempt.values():
                 for asked in interest.asked.values():
-                    asked.heard += pause
+                    # What came in meanwhile may have been read already.
+                    asked.heard = min(now, asked.heard + pause)
         for interest in list(self._by_attempt.values()):
             if not interest.life.is_final:
-                error = self._overdue(interest, now)
+                silence = now - max((asked.heard for asked in interest.relied_on.values()), default=now)
+                error = self._overdue(interest, silence, now)
                 if error is not None:
                     interest.life.fail(error, now)
-                if self._silence(interest, now) > self._timeouts.peer_timeout:
-                    actions += map(Lost, interest.asked)
+                if silence > self._timeouts.peer_timeout:
+                    actions += self._silent(interest, now)
             if interest.life.is_final:
                 actions += self.over(interest, now)
             else:
@@ -241,9 +243,9 @@ class InterestTable:
             actions += [Send(route, self._subscribe(interest, route)) for route in interest.asked]
         return actions
 
-    def _overdue(self, interest: Interest, now: float) -> PDError | None:
+    def _overdue(self, interest: Interest, silence: float, now: float) -> PDError | None:
+        """``silence``: seconds since any P that it relies on has answered."""
         room, limits, age = interest.key.room, self._timeouts, interest.life.age(now)
-        silence = self._silence(interest, now)
         if silence > limits.peer_timeout:
             return reasons.prefill_silent(room, interest.who, silence, limits.peer_timeout)
         match interest.life.state:
@@ -260,10 +262,10 @@ class InterestTable:
                 return late(room, interest.who, age, limits.transfer_timeout)
         return None
 
-    @staticmethod
-    def _silence(interest: Interest, now: float) -> float:
-        """Seconds since any P that was asked has answered."""
-        return now - max((asked.heard for asked in interest.asked.values()), default=now)
+    def _silent(self, interest: Interest, now: float) -> list[Action]:
+        """Nobody is sent to a P that was asked and has not answered."""
+        limit = self._timeouts.peer_timeout
+        return [Lost(route) for route, asked in interest.asked.items() if now - asked.heard > limit]
 
     def _overdue_at_bootstrap(self, interest: Interest, age: float) -> PDError | None:
         limit = self._timeouts.bootstrap_timeout

@@ -168,6 +168,28 @@ def test_a_d_that_was_stopped_does_not_take_p_for_dead(d: D, state: Callable[[D]
     assert "has not answered" in error_of(interest)
 
 
+@pytest.mark.parametrize("state", [ready, pulling])
+def test_answers_that_came_while_d_was_stopped_do_not_count_twice(
+    d: D, state: Callable[[D], Interest]
+) -> None:
+    interest = state(d)
+    d.pass_time(3)
+    d.now += 2.5 * LIMITS.peer_timeout
+    d.told("yes")
+    d.pass_time(LIMITS.peer_timeout + 1)
+    assert "has not answered" in error_of(interest)
+
+
+def test_the_one_that_has_the_request_is_missed_though_others_answer() -> None:
+    d = D(P1, P2)
+    interest = asking(d)
+    d.pass_time(5, (P1, "yes"), (P2, "no"))
+    d.pass_time(LIMITS.peer_timeout + 1, (P2, "no"))
+    assert "prefill-1 at 10.0.0.1:2 has not answered" in error_of(interest)
+    assert "prefill-2" not in error_of(interest)
+    assert d.lost == [P1]
+
+
 def test_of_several_one_that_answers_is_enough(d: D) -> None:
     d.registered = [P1, P2]
     interest = asking(d)
