@@ -23,6 +23,8 @@ from sgl_pd_connector.wire.routes import (
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY = 0.5
+# However short the ttl that a server claims: nothing it says may keep this process busy.
+_SHORTEST_PERIOD = 0.1
 _CALL_TIMEOUT = 2.0
 
 
@@ -48,7 +50,7 @@ class Registration:
 
     Args:
         routes: the ranks of one instance that live in this process: same role, instance_id and epoch.
-        interval: seconds between heartbeats; a third of the server's ttl if that is less.
+        interval: seconds between heartbeats; a third of the server's ttl if that is less, but not below 0.1.
         jitter: random numbers 0 <= x < 1, which keep instances from calling in step.
     """
 
@@ -65,7 +67,7 @@ class Registration:
         self._period = interval
         self._renew_at = 0.0  # when the ranks already put need a heartbeat, should others still be missing
         self._jitter = jitter
-        self._failures = 0
+        self._retry = _FIRST_RETRY
         self.status = RegistrationStatus.PENDING
 
     def next_call(self, now: float) -> Route | Heartbeat:
@@ -88,8 +90,10 @@ class Registration:
     def on_heartbeat(self, reply: HeartbeatReply, now: float) -> float:
         self._answered(reply.ttl)
         self._renew_at = now + self._period
-        if reply.unknown:
-            self._missing |= {rank: self._routes[rank] for rank in reply.unknown}
+        # A rank that is not ours can only be the server's mistake.
+        unknown = {rank: self._routes[rank] for rank in reply.unknown if rank in self._routes}
+        if unknown:
+            self._missing |= unknown
             self.status = RegistrationStatus.PENDING
         elif not self._missing:
             lost = bool(reply.superseded)
@@ -99,13 +103,15 @@ class Registration:
     def on_failure(self, *, answered: bool) -> float:
         """The call failed; ``answered``: with a refusal, which a quick retry will not change."""
         self.status = RegistrationStatus.REFUSED if answered else RegistrationStatus.UNREACHABLE
-        pause = self._period if answered else min(self._period, _FIRST_RETRY * 2**self._failures)
-        self._failures += 1
+        if answered:
+            return self._spread(self._period)
+        pause = min(self._period, self._retry)
+        self._retry = 2 * pause
         return self._spread(pause)
 
     def _answered(self, ttl: float) -> None:
-        self._failures = 0
-        self._period = min(self._interval, ttl / 3)
+        self._retry = _FIRST_RETRY
+        self._period = min(self._interval, max(_SHORTEST_PERIOD, ttl / 3))
 
     def _pause(self) -> float:
         return 0.0 if self._missing else self._spread(self._period)
@@ -118,7 +124,8 @@ class Registrar:
     """A daemon thread, owned by this object, that keeps the ranks of one instance registered from `start`
     to `close`.
 
-    It never raises: an unreachable server is tried again for ever, each change of status is logged once.
+    It never raises: whatever happens, the server is tried again for ever. Each change of status is logged once, and so
+    is each kind of error that nobody thought of.
 
     Args:
         address: of the bootstrap server.
@@ -137,6 +144,8 @@ class Registrar:
     ) -> None:
         self._registration = Registration(routes, interval=interval)
         self._routes = tuple(routes)
+        self._interval = interval
+        self._unexpected: set[type[Exception]] = set()
         self._client = BootstrapClient(address, timeout=_CALL_TIMEOUT, auth_token=auth_token)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sgl-pd-registrar", daemon=True)
@@ -162,14 +171,19 @@ class Registrar:
 
     def _run(self) -> None:
         delay = 0.0
-        while not self._closing.wait(delay):
-            before = self.status
-            delay, error = self._step()
-            if self.status is not before:
-                self._log(error)
-        if self.status is not RegistrationStatus.UNREACHABLE:
-            self._say_goodbye()
-        self._client.close()
+        with self._client:
+            while not self._closing.wait(delay):
+                before = self.status
+                try:
+                    delay, error = self._step()
+                except Exception as unexpected:  # noqa: BLE001 - an unregistered instance gets no requests
+                    self._log_unexpected(unexpected)
+                    delay = self._interval
+                    continue
+                if self.status is not before:
+                    self._log(error)
+            if self.status is not RegistrationStatus.UNREACHABLE:
+                self._say_goodbye()
 
     def _step(self) -> tuple[float, Exception | None]:
         """One call; returns the seconds until the next, and what went wrong."""
@@ -196,6 +210,19 @@ class Registrar:
             f": {error}" if error is not None else "",
         )
 
+    def _log_unexpected(self, error: Exception) -> None:
+        if type(error) in self._unexpected:
+            return
+        self._unexpected.add(type(error))
+        logger.error(
+            "%s instance %s: unexpected error at bootstrap server %s; going on every %g s (heartbeat_interval)",
+            self._routes[0].role,
+            self._routes[0].instance_id,
+            self._client.address,
+            self._interval,
+            exc_info=error,
+        )
+
     def _say_goodbye(self) -> None:
         deadline = time.monotonic() + _CALL_TIMEOUT
         try:
@@ -203,5 +230,5 @@ class Registrar:
                 if time.monotonic() > deadline:
                     break
                 self._client.delete(route.key, route.epoch)
-        except BootstrapError as error:
+        except Exception as error:  # noqa: BLE001 - it makes no difference any more
             logger.info("not deregistered, the registration expires by itself: %s", error)

@@ -143,6 +143,15 @@ def test_an_unreachable_server_is_tried_again_soon_then_at_the_interval(network:
     assert network.step(registration) == 0.5, "the pauses start anew after a success"
 
 
+def test_an_outage_of_hours_changes_nothing_about_that(network: Network) -> None:
+    registration = make()
+    network.up = False
+    assert {network.step(registration) for _ in range(5000)} == {0.5, 1.0, 2.0, 4.0, 5.0}
+    network.up = True
+    assert network.step(registration) == 5.0
+    assert registration.status is RegistrationStatus.REGISTERED
+
+
 def test_a_refusal_is_not_hurried(network: Network) -> None:
     registration = make()
     network.refusing = True
@@ -155,6 +164,26 @@ def test_the_interval_gives_way_to_a_shorter_ttl(network: Network) -> None:
     network.run(registration, 10 * TTL)
     assert len(network.listed()) == 1
     assert network.step(registration) == TTL / 3
+
+
+@pytest.mark.parametrize("ttl", [0.0, -15.0, 1e-9, float("nan")])
+def test_a_ttl_without_sense_keeps_nobody_busy(ttl: float) -> None:
+    registration = make()
+    assert registration.on_registered(make_route(), Registered(ttl=ttl, replaced=False), 0.0) == 0.1
+    assert registration.on_heartbeat(HeartbeatReply(ttl=ttl), 0.0) == 0.1
+
+
+def test_an_interval_below_the_shortest_ttl_is_ours_to_choose() -> None:
+    registration = make(interval=0.05)
+    assert registration.on_registered(make_route(), Registered(ttl=TTL, replaced=False), 0.0) == 0.05
+
+
+def test_what_a_server_says_of_ranks_that_are_not_ours_is_ignored(network: Network) -> None:
+    registration = make()
+    network.step(registration)
+    foreign = make_routes(2)[1].rank
+    assert registration.on_heartbeat(HeartbeatReply(unknown=[foreign], ttl=TTL), network.now) == 5.0
+    assert registration.status is RegistrationStatus.REGISTERED
 
 
 def test_pauses_are_spread_by_a_tenth_either_way(network: Network) -> None:
