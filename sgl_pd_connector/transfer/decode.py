@@ -161,7 +161,7 @@ class DecodeSide:
                 num_tokens=interest.ready.num_tokens if interest.ready else interest.num_tokens or 0,
                 pages=interest.pages,
                 nbytes=interest.nbytes,
-                retries=interest.again,
+                retries=interest.retries,
                 pulled_at=interest.pulled_at,
             )
         )

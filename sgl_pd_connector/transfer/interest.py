@@ -88,6 +88,11 @@ class Interest:
         return have or self.asked
 
     @property
+    def retries(self) -> int:
+        """How often the transfer was begun anew: it was offered again, not only asked for."""
+        return self.ready.again if self.ready is not None else 0
+
+    @property
     def met(self) -> bool:
         """Whether a P knows of it, or has said that it never will."""
         return bool(self.crossed_out) or any(asked.known == "yes" for asked in self.asked.values())

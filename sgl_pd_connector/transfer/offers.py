@@ -45,7 +45,8 @@ class Offer:
         attempt: D's attempt that claimed this offer, or None.
         peer: where to answer that D (opaque, but for its `str`, an address); `peer_name` is what to call it in texts.
         uuids: what `packed` is registered under, in order; empty while it is not.
-        again: how often it was offered again.
+        again: D's number for the latest offer: how often it has asked for another.
+        retries: how often it was offered again.
         heard: when that D was last heard of.
     """
 
@@ -60,6 +61,7 @@ class Offer:
     peer_name: str = ""
     uuids: list[int] = field(default_factory=list)
     again: int = 0
+    retries: int = 0
     heard: float = 0.0
 
 
@@ -346,6 +348,7 @@ class OfferTable:
     def _offer_again(self, offer: Offer, again: int) -> list[Action]:
         """Under fresh uuids: nobody knows how much of the old ones a pull that failed has used up."""
         old = Release(tuple(offer.uuids), 0)
+        offer.retries += 1
         offer.again, offer.uuids = again, [self._new_uuid() for _ in offer.uuids]
         return [old, Register(offer), Reply(offer.peer, self._ready(offer, offer.uuids))]
 

@@ -161,6 +161,6 @@ class PrefillSide:
                 num_tokens=offer.num_tokens,
                 pages=self._planner.layout.pages(offer.num_tokens),
                 nbytes=offer.packed_bytes,
-                retries=offer.again,
+                retries=offer.retries,
             )
         )

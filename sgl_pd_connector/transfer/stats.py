@@ -33,7 +33,7 @@ class TransferRecord:
         num_tokens: tokens of the prompt, 0 if never known.
         pages: pages moved (0 unless ok).
         nbytes: bytes moved.
-        retries: how often everything was offered and pulled anew after a connection had broken.
+        retries: how often it was begun anew: everything was offered again after an error on the way.
         bootstrap_s: seconds until the two sides had met (P) or P was ready (D).
         input_s: seconds from then until the prefill was done (P) or pages were given (D).
         transfer_s: seconds from then until everything was pulled, written and reported.

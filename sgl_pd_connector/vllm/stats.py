@@ -16,7 +16,7 @@ OUTCOMES = ("ok", "failed", "timeout", "aborted")
 COUNTERS = {
     "bytes": "KV cache bytes moved by transfers that were ok.",
     "pages": "KV cache pages moved by transfers that were ok.",
-    "retries": "Transfers begun anew because a connection had broken.",
+    "retries": "Transfers begun anew after an error on the way.",
 }
 PREFILL_STAGES = ("bootstrap", "input", "transfer")
 STAGES = (*PREFILL_STAGES, "pull")

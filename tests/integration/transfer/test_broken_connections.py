@@ -99,3 +99,4 @@ def test_a_p_that_is_gone_costs_a_moment(small: Breakable) -> None:
     small.d.stepping(True)
     moved.receiver.wait("Failed", within=8.0)  # peer_timeout is 10 s
     assert "it was not offered again in" in moved.receiver.error
+    assert [record["retries"] for record in small.d.records()] == [0], "asked for is not begun anew"

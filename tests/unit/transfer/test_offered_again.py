@@ -47,10 +47,18 @@ def test_p_offers_once_however_often_it_hears_of_the_same_failure(p: P) -> None:
     assert only(p.subscribe(again=2)) != again
 
 
+def test_p_counts_its_own_offers_whatever_number_d_gives_them(p: P) -> None:
+    offer = offered(p)
+    for again in (7, 7, 9):
+        p.subscribe(again=again)
+    assert (offer.again, offer.retries) == (9, 2)
+
+
 def test_before_the_prompt_is_prefilled_there_is_nothing_to_offer_again(p: P) -> None:
     offer = asked(p)
     assert only(p.subscribe(again=1)).known == "yes"
     assert isinstance(only(p.pack(offer)), msg.Ready)
+    assert offer.retries == 0
 
 
 @pytest.mark.parametrize("state", [packed_unasked, offered])
@@ -77,6 +85,17 @@ def test_d_asks_until_it_hears_of_the_new_offer(d: D) -> None:
     assert interest.ready.chunks[0].uuid == 2
     assert interest.life.state is KVPoll.Transferring
     assert d.endings() == []
+
+
+def test_d_counts_what_was_begun_anew_not_what_it_has_asked_for(d: D) -> None:
+    interest = d.want()
+    assert interest.retries == 0
+    d.answer_look_ups()
+    d.ready()
+    d.do(d.table.offer_again(interest, d.now))
+    assert (interest.again, interest.retries) == (1, 0)
+    d.ready(again=1)
+    assert interest.retries == 1
 
 
 def test_d_takes_the_new_offer_once(d: D) -> None:
