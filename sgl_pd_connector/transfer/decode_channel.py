@@ -184,7 +184,11 @@ class DecodeChannel:
             self._looking[addr].append(interest)
         elif not self._stopping:
             self._looking[addr] = [interest]
-            self._lookups.submit(self._lookup, addr)
+            try:
+                self._lookups.submit(self._lookup, addr)
+            except RuntimeError as error:  # no thread can be started
+                failed = BootstrapError(f"look-up at bootstrap server {addr} not begun: {error}")
+                self._commands.put(lambda: self._looked_up(addr, failed))
 
     def _lookup(self, addr: str) -> None:
         """On a look-up thread: asks, and queues the answer."""
@@ -209,18 +213,24 @@ class DecodeChannel:
             self._execute(self._table.found(interest, answer, now))
 
     def _send(self, route: PeerRoute, message: msg.Message) -> None:
-        line = self._lines.get(route)
-        if line is None:
-            socket = self._context.socket(zmq.DEALER)
-            configure(socket, peer_timeout=self._peer_timeout)
-            socket.connect(f"tcp://{route.zmq_addr}")
-            self._poller.register(socket, zmq.POLLIN)
-            line = self._lines[route] = _Line(socket, time.monotonic())
-        line.used = time.monotonic()
         try:
+            line = self._lines.get(route) or self._connect(route)
+            line.used = time.monotonic()
             line.socket.send(self._codec.encode(message, time.time()), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.warning("room %d: %s to %s not sent: %s", message.room, message.type.upper(), route, error)
+
+    def _connect(self, route: PeerRoute) -> _Line:
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            configure(socket, peer_timeout=self._peer_timeout)
+            socket.connect(f"tcp://{route.zmq_addr}")
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
+        self._poller.register(socket, zmq.POLLIN)
+        line = self._lines[route] = _Line(socket, time.monotonic())
+        return line
 
     def _close_idle(self, now: float) -> None:
         for route in [route for route, line in self._lines.items() if now - line.used > SOCKET_IDLE]:

@@ -77,12 +77,23 @@ class JaxLink:
             self._connections = self._found()  # before there are others to the same peer
 
     def _found(self) -> list[Descriptor]:
-        return [found for found in self._remote.descriptors() if found.inode not in self._of_others]
+        try:
+            return [found for found in self._remote.descriptors() if found.inode not in self._of_others]
+        except OSError as error:  # it takes a descriptor to look at them, and there may be none left
+            logger.warning(
+                "cannot look at the connections to the transfer server at %s: %s", self._remote.host, error
+            )
+            return []
 
     def cut(self) -> None:
         # Deleting a native server while a thread of its waits for the rest of a message freezes the process, GIL held,
         # for as long as the peer is stopped: so the threads' sockets are ended first.
-        self._remote.hang_up({connection.inode for connection in self._connections or ()})
+        try:
+            self._remote.hang_up({connection.inode for connection in self._connections or ()})
+        except OSError as error:
+            logger.warning(
+                "cannot end the connections to the transfer server at %s: %s", self._remote.host, error
+            )
         # Poisoned but kept, a connection wedges P for everybody.
         connection, self._connection = self._connection, None
         if connection is not None:

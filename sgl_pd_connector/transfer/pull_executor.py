@@ -38,6 +38,9 @@ DRAIN = 0.5
 """Seconds after a connection broke for which chunks under way on it are waited for, before all are pulled anew: some of
 its sockets may stand, and what was to come over them never does."""
 
+AFTER_ERROR = 1.0
+"""Seconds of rest after an error that nobody foresaw: one that comes back at once is not to fill the log."""
+
 IDLE_CHECK = 5.0
 """Seconds between looks for connections that nobody uses or whose peer is gone."""
 
@@ -103,18 +106,29 @@ class PullExecutor:
             if not self._jobs and not self._orphans and not self._submitted:
                 self._wake.wait(IDLE_CHECK)
             self._wake.clear()
-            while self._submitted:
-                self._jobs.append(self._submitted.popleft())
-            progress = False
-            for job in self._jobs:
-                progress |= self._guarded_advance(job)
-            self._jobs = [job for job in self._jobs if not job.future.done()]
-            progress |= self._drain_orphans()
-            self._tend_links()
+            try:
+                progress = self._look_at_everything()
+            except Exception:
+                # All transfers of this process depend on this thread.
+                logger.exception("pulling: unexpected error; going on")
+                self._wake.wait(AFTER_ERROR)
+                continue
             nap = SHORTEST_NAP if progress else min(LONGER_NAP * nap, LONGEST_NAP)
             if self._jobs or self._orphans:
                 self._wake.wait(nap)
         self._stop()
+
+    def _look_at_everything(self) -> bool:
+        """True if anything could be done."""
+        while self._submitted:
+            self._jobs.append(self._submitted.popleft())
+        progress = False
+        for job in self._jobs:
+            progress |= self._guarded_advance(job)
+        self._jobs = [job for job in self._jobs if not job.future.done()]
+        progress |= self._drain_orphans()
+        self._tend_links()
+        return progress
 
     def _guarded_advance(self, job: Job) -> bool:
         try:
@@ -123,8 +137,8 @@ class PullExecutor:
             # One transfer's surprise must not end the others.
             failure = reasons.pull_failed(job.task.room, job.task.who, error)
             logger.exception("%s", failure)
-            self._retire(job.task.peer, job.link)
             self._fail(job, failure)
+            self._retire(job.task.peer, job.link)
             return True
 
     def _advance(self, job: Job) -> bool:
@@ -174,10 +188,11 @@ class PullExecutor:
         # In any order: a connection that broke may leave the first hanging and fail the second.
         for piece in [piece for piece in job.pulling if _all_ready(piece.arrays)]:
             progress = True
-            job.pulling.remove(piece)
             error = _error_in(piece.arrays)
-            if error is None and job.all_pulled and not _whole(job.link):
+            is_last = not job.todo and len(job.pulling) == 1
+            if error is None and is_last and not _whole(job.link):
                 error = "a connection broke while data was arriving on it"
+            job.pulling.remove(piece)
             if error is not None:
                 self._budget.give(piece.nbytes)
                 job.todo.appendleft(piece.index)

@@ -50,6 +50,7 @@ class FakeLink:
         self.is_retired = False
         self.is_cut = False
         self.whole = True
+        self.unlookable: OSError | None = None
         self.pull_error: Exception | None = None
 
     def pull(self, uuid: int, specs: Sequence[Any]) -> list[Any]:
@@ -63,9 +64,15 @@ class FakeLink:
     def retire(self) -> None:
         assert not self.is_retired, "a link is retired once"
         self.is_retired = True
+        self._look()
 
     def is_whole(self) -> bool:
+        self._look()
         return self.whole
+
+    def _look(self) -> None:
+        if self.unlookable is not None:
+            raise self.unlookable
 
     def cut(self) -> None:
         assert self.is_retired

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import datetime
+import errno
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -69,12 +71,14 @@ class FakeNative:
         self._port: int = listener.getsockname()[1]
         self._count = 1 + channels
         self.sockets: list[socket.socket] = []
+        self.is_poisoned = False
 
     def connect(self, _: str) -> FakeNative:
         self.sockets = [socket.create_connection(("127.0.0.1", self._port)) for _ in range(self._count)]
         return self
 
-    def _poison_connection(self) -> None: ...
+    def _poison_connection(self) -> None:
+        self.is_poisoned = True
 
     def close(self) -> None:
         for sock in self.sockets:
@@ -127,3 +131,19 @@ def test_cutting_a_link_ends_its_connections_and_no_others(new_link: NewLink) ->
     successor, _ = new_link()
     link.cut()
     assert [each.is_whole() for each in (before, link, successor)] == [True, False, True]
+
+
+def test_without_a_descriptor_left_a_link_is_not_trusted_and_still_cut(
+    new_link: NewLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, native = new_link()
+
+    def none_left(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "listdir", none_left)
+    assert not link.is_whole()
+    link.retire()
+    link.cut()
+    assert native.is_poisoned
+    assert "cannot look at the connections to the transfer server at 127.0.0.1" in caplog.text

@@ -444,3 +444,31 @@ def test_a_connection_in_use_is_not_idle_however_slow_it_is(
         wait_until(lambda: pulls.transport.links[-1].is_cut, "the other connection, which is idle, dropped")
     assert not pulls.transport.links[0].is_cut
     pulls.finish(slow, [1])
+
+
+def test_a_connection_that_cannot_be_looked_at_costs_its_transfer_only(pulls: Pulls) -> None:
+    _, future = pulls.start(1)
+    pulls.transport.arrays(1)
+    [link] = pulls.transport.links
+    link.unlookable = OSError("too many open files")
+    pulls.transport.arrive(1)
+    with pytest.raises(TransferError, match="too many open files"):
+        future.result(20)
+    assert pulls.budget.held == 0
+    _, following = pulls.start(2)
+    pulls.finish(following, [2])
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_pulling(
+    monkeypatch: pytest.MonkeyPatch, pulls: Pulls, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.02)
+    monkeypatch.setattr(pull_executor, "AFTER_ERROR", 0.01)
+    _, future = pulls.start(1)
+    pulls.finish(future, [1])
+    [link] = pulls.transport.links
+    link.unlookable = OSError("too many open files")
+    wait_until(lambda: "pulling: unexpected error; going on" in caplog.text)
+    link.unlookable = None
+    _, following = pulls.start(2)
+    pulls.finish(following, [2])
