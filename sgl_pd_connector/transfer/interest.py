@@ -52,7 +52,7 @@ class Interest:
         crossed_out: those that said they have not, for good.
         known_at: when one of them last said that it has it; before that, when the first was asked.
         whole_room: it stands for an HTTP request that was refused, of which no prompt is known.
-        pages, nbytes: what is pulled, once that is known.
+        pages, nbytes: pages to write, and bytes of the chunks they are in, once that is known.
         pulled_at: when all of it had arrived.
     """
 

@@ -31,8 +31,9 @@ class TransferRecord:
         outcome: ``"ok"``, ``"failed"``, ``"timeout"`` or ``"aborted"``.
         error: the failure's text, empty when ok.
         num_tokens: tokens of the prompt, 0 if never known.
-        pages: pages moved (0 unless ok).
-        nbytes: bytes moved.
+        pages: P: offered, that is all of the prompt; D: written, that is those it did not hold already. 0 unless ok.
+        nbytes: P: offered; D: pulled over the wire, in whole chunks, so of a chunk that begins with pages D holds
+            those too. 0 unless ok. What was pulled again counts once.
         retries: how often it was begun anew: everything was offered again after an error on the way.
         bootstrap_s: seconds until the two sides had met (P) or P was ready (D).
         input_s: seconds from then until the prefill was done (P) or pages were given (D).
@@ -108,7 +109,7 @@ class TransferStats:
 
     Attributes:
         ok, failed, timeout, aborted: finished transfers by outcome.
-        nbytes, pages: moved by those that were ok.
+        nbytes, pages: of those that were ok, as in `TransferRecord`.
         retries: of all of them together.
         in_flight: transfers that are not over.
         packed_bytes: P: device memory held for packed copies.

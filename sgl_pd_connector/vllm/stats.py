@@ -14,8 +14,8 @@ from sgl_pd_connector.transfer.stats import TransferRecord, TransferStats
 
 OUTCOMES = ("ok", "failed", "timeout", "aborted")
 COUNTERS = {
-    "bytes": "KV cache bytes moved by transfers that were ok.",
-    "pages": "KV cache pages moved by transfers that were ok.",
+    "bytes": "KV cache bytes of transfers that were ok: offered (P), pulled in whole chunks (D).",
+    "pages": "KV cache pages of transfers that were ok: offered (P), written (D).",
     "retries": "Transfers begun anew after an error on the way.",
 }
 PREFILL_STAGES = ("bootstrap", "input", "transfer")

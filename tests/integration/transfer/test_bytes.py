@@ -10,6 +10,7 @@ from tests.support.engine_pair import EnginePair, ToyPool
 pytestmark = pytest.mark.integration
 
 SMALL = {"max_chunk_pages": 8}
+PAGE_BYTES = 4 * 4 * 2 * 8 * 2
 
 
 def assert_equal_bytes(pair: EnginePair, p_pages: list[int], d_pages: list[int]) -> None:
@@ -25,11 +26,10 @@ def test_prompts_of_any_length(pair: EnginePair, num_tokens: int) -> None:
     assert_equal_bytes(pair, moved.p_pages, moved.d_pages)
     [sent] = [r for r in pair.p.records() if r["room"]]
     [received] = pair.d.records()
-    page_bytes = 4 * 4 * 2 * 8 * 2
     for record in (sent, received):
         assert record["outcome"] == "ok"
         assert (record["num_tokens"], record["pages"]) == (num_tokens, len(moved.p_pages))
-        assert record["nbytes"] == len(moved.p_pages) * page_bytes
+        assert record["nbytes"] == len(moved.p_pages) * PAGE_BYTES
 
 
 def test_pages_in_any_order_and_no_others_are_written(pair: EnginePair) -> None:
@@ -50,8 +50,9 @@ def test_the_native_transfer_reports_no_leftovers(pair: EnginePair) -> None:
     assert (p["bad_frames"], d["bad_frames"]) == (0, 0)
 
 
-@pytest.mark.parametrize("skip", [1, 7, 8, 9, 12])
-def test_pages_that_d_already_holds_are_not_written(pair: EnginePair, skip: int) -> None:
+@pytest.mark.parametrize(("skip", "pulled"), [(1, 13), (7, 13), (8, 5), (9, 5), (12, 1)])
+def test_pages_that_d_already_holds_are_not_written(pair: EnginePair, skip: int, pulled: int) -> None:
+    """Nor counted, except as bytes of a chunk (8, 4 and 1 pages) that is pulled for its other pages."""
     moved = pair.request(4 * 13)
     moved.sender.send(moved.p_pages)
     moved.receiver.wait("WaitingForInput")
@@ -62,6 +63,9 @@ def test_pages_that_d_already_holds_are_not_written(pair: EnginePair, skip: int)
     assert_equal_bytes(pair, moved.p_pages[skip:], moved.d_pages[skip:])
     after = pair.d.digests(range(64))
     assert {page for page in range(64) if before[page] != after[page]} <= set(moved.d_pages[skip:])
+    sent, received = pair.p.records()[-1], pair.d.records()[-1]
+    assert (sent["pages"], sent["nbytes"]) == (13, 13 * PAGE_BYTES)
+    assert (received["pages"], received["nbytes"]) == (13 - skip, pulled * PAGE_BYTES)
 
 
 def test_a_prompt_that_d_holds_in_full_is_success_on_both_sides(pair: EnginePair) -> None:
