@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import ssl
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -29,9 +32,8 @@ from sgl_pd_connector.wire.routes import (
 ATTEMPTS = 3
 _FIRST_PAUSE = 0.1
 
-# Heartbeats come every few seconds: a connection kept until the next one would be closed by the server just
-# then.
-_KEEP_ALIVE = 2.0
+MAX_ANSWER_BYTES = 64 << 20
+"""No answer is longer: more than 100,000 usual routes of 0.5 KB, or 5,000 of the largest."""
 
 
 class BootstrapUnavailableError(BootstrapError):
@@ -52,24 +54,45 @@ class BootstrapRefusedError(BootstrapError):
         self.field = field
 
 
+class _Answer(NamedTuple):
+    """What a server answered, whole."""
+
+    method: str
+    url: httpx.URL
+    status: int
+    content: bytes
+
+
 class BootstrapClient:
     """Calls one bootstrap server; blocks, so never from an engine's thread. May be shared by threads.
 
     A call that gets no answer is tried up to three times within ``timeout``: every request can safely be
-    repeated. An answer is final. No proxy of the environment is used and no redirect followed.
+    repeated. An answer is final, and no longer than `MAX_ANSWER_BYTES`. No proxy of the environment is used and no
+    redirect followed.
 
     Args:
         address: of the server.
-        timeout: seconds for one call, all tries included.
+        timeout: seconds for one call, all tries and the whole answer included.
+        timeout_setting: name of the setting that ``timeout`` is the value of, for messages.
         auth_token: the shared secret, if the server wants one.
     """
 
-    def __init__(self, address: Address, *, timeout: float = 5.0, auth_token: str | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        timeout: float = 5.0,
+        timeout_setting: str | None = None,
+        auth_token: str | None = None,
+    ) -> None:
         self.address = address
         self._timeout = timeout
+        self._within = f"{timeout:g} s" + (f" (setting {timeout_setting})" if timeout_setting else "")
         self._http = httpx.Client(
             base_url=address.url(),
-            headers={"Authorization": f"Bearer {auth_token}"} if auth_token is not None else {},
+            # Not compressed: the bound on an answer's size is one on what is kept in memory.
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {auth_token}"} if auth_token is not None else {}),
             trust_env=False,
             # Plain HTTP only: an empty trust store, because loading the real one costs each client 20 ms or
             # more.
@@ -100,14 +123,14 @@ class BootstrapClient:
         return _parsed(Deleted, self._call("DELETE", "/route", params=params)).deleted
 
     def get(self, key: RouteKey) -> Route | None:
-        response = self._call("GET", "/route", params=key.query(), accept=(200, 404))
-        if response.status_code == 404:
+        answer = self._call("GET", "/route", params=key.query(), accept=(200, 404))
+        if answer.status == 404:
             # A server of another kind does not know the path and names no field.
-            refusal = self._refusal(response)
+            refusal = self._refusal(answer)
             if refusal.field is None:
                 raise refusal
             return None
-        return _parsed(Route, response)
+        return _parsed(Route, answer)
 
     def list(self, role: Role) -> Sequence[Route]:
         return _parsed(RouteList, self._call("GET", "/list", params={"role": role})).routes
@@ -127,57 +150,103 @@ class BootstrapClient:
         params: dict[str, str | int] | None = None,
         content: bytes | None = None,
         accept: tuple[int, ...] = (200,),
-    ) -> httpx.Response:
+    ) -> _Answer:
         """One answered request.
 
         Raises:
-            BootstrapUnavailableError: no answer within the timeout.
+            BootstrapUnavailableError: no whole answer within the timeout.
             BootstrapRefusedError: an answer with another status than those to ``accept``.
+            BootstrapError: an answer that is too long.
         """
         deadline = time.monotonic() + self._timeout
         headers = {"Content-Type": "application/json"} if content is not None else {}
+        request = self._http.build_request(method, path, params=params, content=content, headers=headers)
         pause = _FIRST_PAUSE
         for attempt in range(1, ATTEMPTS + 1):
-            left = deadline - time.monotonic()
             try:
-                response = self._http.request(
-                    method, path, params=params, content=content, headers=headers, timeout=max(left, 0.001)
-                )
+                answer = self._try(request, deadline)
                 break
             except httpx.RequestError as error:
-                if attempt == ATTEMPTS or time.monotonic() + pause >= deadline:
+                now = time.monotonic()
+                if attempt == ATTEMPTS or now + pause >= deadline:
+                    late = now >= deadline or isinstance(error, httpx.TimeoutException)
+                    why = "timed out before it was complete" if late else str(error) or type(error).__name__
                     raise BootstrapUnavailableError(
                         f"no answer from the bootstrap server at {self.address} to {method} {path} "
-                        f"in {attempt} tries within {self._timeout:g} s "
-                        f"({str(error) or type(error).__name__}): is it running there? "
+                        f"in {attempt} tries within {self._within}: {why}: is it running there? "
                         "(bootstrap_addr, bootstrap_port)"
                     ) from None
                 time.sleep(pause)
                 pause *= 2
-        if response.status_code not in accept:
-            raise self._refusal(response)
-        return response
+        if answer.status not in accept:
+            raise self._refusal(answer)
+        return answer
 
-    def _refusal(self, response: httpx.Response) -> BootstrapRefusedError:
+    def _try(self, request: httpx.Request, deadline: float) -> _Answer:
+        left = max(deadline - time.monotonic(), 0.001)
+        with _cut_off(deadline) as trace:
+            request.extensions = {"timeout": httpx.Timeout(left).as_dict(), "trace": trace}
+            response = self._http.send(request, stream=True)
+            with contextlib.closing(response):
+                content = bytearray()
+                for piece in response.iter_raw():
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise BootstrapError(
+                            f"the answer of {self.address} to {request.method} {request.url.path} is longer than "
+                            f"{MAX_ANSWER_BYTES >> 20} MiB (MAX_ANSWER_BYTES): is that a bootstrap server? "
+                            "(bootstrap_addr, bootstrap_port)"
+                        )
+        return _Answer(request.method, request.url, response.status_code, bytes(content))
+
+    def _refusal(self, answer: _Answer) -> BootstrapRefusedError:
         try:
-            reply = ErrorReply.model_validate_json(response.content)
+            reply = ErrorReply.model_validate_json(answer.content)
         except ValidationError:
-            reply = ErrorReply(error=f"not the answer of a bootstrap server: {response.text[:100]!r}")
+            text = answer.content[:400].decode(errors="replace")[:100]
+            reply = ErrorReply(error=f"not the answer of a bootstrap server: {text!r}")
         return BootstrapRefusedError(
-            f"bootstrap server at {self.address} refused {response.request.method} "
-            f"{response.request.url.path} ({response.status_code}): {reply.error}",
-            response.status_code,
+            f"bootstrap server at {self.address} refused {answer.method} "
+            f"{answer.url.path} ({answer.status}): {reply.error}",
+            answer.status,
             reply.field,
         )
 
 
-def _parsed[Model: BaseModel](model: type[Model], response: httpx.Response) -> Model:
+@contextlib.contextmanager
+def _cut_off(deadline: float) -> Iterator[Any]:
+    """Yields a trace hook for one request, whose connection is shut down at ``deadline``.
+
+    httpx has timeouts for each read and write only: a server that sends a byte now and then, of the headers or of the
+    body, would never meet one. A timer's thread, ended here, does it.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event != "connection.connect_tcp.complete":
+                return
+            # Of our own, so that it is not another connection's by the time that the timer fires.
+            connection = stack.enter_context(info["return_value"].get_extra_info("socket").dup())
+            timer = threading.Timer(max(deadline - time.monotonic(), 0.0), _shut_down, [connection])
+            timer.name, timer.daemon = "sgl-pd-http-deadline", True
+            timer.start()
+            stack.callback(timer.join)
+            stack.callback(timer.cancel)
+
+        yield trace
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended by itself
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _parsed[Model: BaseModel](model: type[Model], answer: _Answer) -> Model:
     try:
-        return model.model_validate_json(response.content)
+        return model.model_validate_json(answer.content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
         raise BootstrapError(
-            f"{response.request.method} {response.url} was not answered as a bootstrap server does: "
-            f"{field}: {first['msg']}"
+            f"{answer.method} {answer.url} was not answered as a bootstrap server does: {field}: {first['msg']}"
         ) from None

@@ -103,7 +103,10 @@ class PrefillFinder:
                 f"the request names a server that is not among those allowed here (setting {ALLOWED})"
             )
         with BootstrapClient(
-            bootstrap, timeout=self._config.peer_timeout, auth_token=self._auth_token
+            bootstrap,
+            timeout=self._config.peer_timeout,
+            timeout_setting="peer_timeout",
+            auth_token=self._auth_token,
         ) as client:
             routes = client.list("prefill")
         usable: list[PeerRoute] = []
