@@ -40,7 +40,9 @@ class Offer:
     """One sender's side of a transfer.
 
     Attributes:
-        packed: the copy, once the engine sent it; None before, and again when the offer is over.
+        sent: the engine has handed the prefilled prompt over; until `packed` it waits for room in ``max_packed_bytes``.
+            Set once, on the engine's thread, and read by the one that drives the table: a bool needs no lock.
+        packed: the copy, once there was room for it; None before, and again when the offer is over.
         packed_bytes: its size, held in P's budget.
         attempt: D's attempt that claimed this offer, or None.
         peer: where to answer that D (opaque, but for its `str`, an address); `peer_name` is what to call it in texts.
@@ -53,6 +55,7 @@ class Offer:
     key: RoomKey
     num_tokens: int
     life: Lifecycle
+    sent: bool = False
     packed: Sequence[PackedChunk] | None = None
     packed_bytes: int = 0
     packed_at: float = 0.0
@@ -298,7 +301,8 @@ class OfferTable:
             return reasons.decode_silent(room, who, silent, limits.lease)
         if offer.packed is None:
             if (age := now - entered[KVPoll.Bootstrapping]) > limits.prefill_timeout:
-                return reasons.not_prefilled(room, who, age, limits.prefill_timeout)
+                late = reasons.not_prefilled
+                return late(room, who, age, limits.prefill_timeout)
         elif offer.attempt is None:
             if (age := now - offer.packed_at) > limits.lease:
                 return reasons.not_asked_for(room, age, limits.lease)

@@ -47,7 +47,7 @@ class PrefillSide:
         self._recorder = recorder
         self._budget = ByteBudget(config.max_packed_bytes)
         self._runner: KVRunner | None = None
-        # Prompts whose pages wait for room in the budget, oldest first. Engine's thread only.
+        # Prompts whose pages wait for room in the budget, oldest first. Changed on the engine's thread only.
         self._waiting: deque[tuple[JaxTransferKVSender, np.ndarray]] = deque()
         table = OfferTable(
             timeouts=Timeouts(config.lease, config.prefill_timeout, config.transfer_timeout),
@@ -88,6 +88,7 @@ class PrefillSide:
                 f"room {sender.offer.key.room}: {len(page_ids)} pages given for {sender.offer.num_tokens} tokens, "
                 f"which have {expected}"
             )
+        sender.offer.sent = True
         if sender.offer.life.is_final:
             return True
         self._waiting.append((sender, np.asarray(page_ids, np.int32)))
@@ -136,7 +137,8 @@ class PrefillSide:
         stats.in_flight = self.channel.num_offers
         stats.packed_bytes = self._budget.held
         stats.registered_bytes = self.channel.registered_bytes
-        stats.waiting_sends = len(self._waiting)
+        # By any thread: a copy is one step. Those given up stay in the queue until they are its head.
+        stats.waiting_sends = sum(not sender.offer.life.is_final for sender, _ in self._waiting.copy())
         stats.bad_frames = self.channel.bad_frames.count
 
     def close(self) -> None:

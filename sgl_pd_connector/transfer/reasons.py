@@ -57,6 +57,12 @@ def not_prefilled(room: int, who: str, age: float, limit: float) -> TransferTime
     return TransferTimeoutError.after(what, age, "prefill_timeout", limit)
 
 
+def no_room(room: int, who: str, age: float, limit: float) -> TransferTimeoutError:
+    """Since the request came: the prefill is a part of it."""
+    what = f"room {room}: prefilled, but no room in max_packed_bytes to copy it for {who or 'any decode instance'} within"
+    return TransferTimeoutError.after(what, age, "prefill_timeout", limit)
+
+
 def not_asked_for(room: int, age: float, limit: float) -> TransferTimeoutError:
     what = f"room {room}: prefilled, and no decode instance has asked for it in"
     return TransferTimeoutError.after(what, age, "lease", limit)

@@ -22,7 +22,6 @@ class JaxTransferKVSender(BaseKVSender):
     def __init__(self, side: PrefillSide, key: RoomKey, num_tokens: int) -> None:
         self._side = side
         self.offer = Offer(key, num_tokens, Lifecycle(time.monotonic()))
-        self._sent = False
         self._gathered = False
 
     def send(self, kv_indices: Sequence[int]) -> bool:
@@ -31,11 +30,9 @@ class JaxTransferKVSender(BaseKVSender):
         Raises:
             ValueError: the number of pages is not that of the prompt, or `send` was called before.
         """
-        if self._sent:
+        if self.offer.sent:
             raise ValueError(f"room {self.offer.key.room}: send() was called twice")
-        released = self._side.send(self, kv_indices)
-        self._sent = True
-        return released
+        return self._side.send(self, kv_indices)
 
     def mark_gathered(self) -> None:
         """By the prefill side: the pages are copied out."""

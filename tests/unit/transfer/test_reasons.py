@@ -33,6 +33,7 @@ CASES: dict[Callable[..., PDError], Case] = {
     reasons.peer_failed: ({"who": D, "reason": PROBLEM}, ""),
     reasons.peer_gave_up: ({"who": P, "reason": PROBLEM}, ""),
     reasons.not_prefilled: ({"who": D, **LATE}, "prefill_timeout"),
+    reasons.no_room: ({"who": D, **LATE}, "prefill_timeout"),
     reasons.not_asked_for: (LATE, "lease"),
     reasons.decode_silent: ({"who": D, **LATE}, "lease"),
     reasons.not_fetched: ({"who": D, **LATE}, "prefill_timeout + transfer_timeout"),
@@ -114,7 +115,9 @@ def test_after_a_deadline_it_says_how_long_and_the_setting(reason: Callable[...,
 
 
 @pytest.mark.parametrize(
-    "reason", [reasons.given_up, reasons.not_prefilled, reasons.not_copied], ids=lambda r: r.__name__
+    "reason",
+    [reasons.given_up, reasons.not_prefilled, reasons.no_room, reasons.not_copied],
+    ids=lambda r: r.__name__,
 )
 def test_before_the_two_have_met_it_says_so(reason: Callable[..., PDError]) -> None:
     text = str(reason(ROOM, **CASES[reason][0] | {"who": ""}))
