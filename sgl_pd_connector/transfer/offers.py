@@ -301,7 +301,7 @@ class OfferTable:
             return reasons.decode_silent(room, who, silent, limits.lease)
         if offer.packed is None:
             if (age := now - entered[KVPoll.Bootstrapping]) > limits.prefill_timeout:
-                late = reasons.not_prefilled
+                late = reasons.no_room if offer.sent else reasons.not_prefilled
                 return late(room, who, age, limits.prefill_timeout)
         elif offer.attempt is None:
             if (age := now - offer.packed_at) > limits.lease:

@@ -59,7 +59,8 @@ def not_prefilled(room: int, who: str, age: float, limit: float) -> TransferTime
 
 def no_room(room: int, who: str, age: float, limit: float) -> TransferTimeoutError:
     """Since the request came: the prefill is a part of it."""
-    what = f"room {room}: prefilled, but no room in max_packed_bytes to copy it for {who or 'any decode instance'} within"
+    d = who or "any decode instance"
+    what = f"room {room}: prefilled, but there was no room in max_packed_bytes to copy it for {d} in"
     return TransferTimeoutError.after(what, age, "prefill_timeout", limit)
 
 
