@@ -100,8 +100,8 @@ class ConnectorConfig(BaseModel):
     )
     allowed_bootstrap_hosts: tuple[str, ...] = Field(
         (),
-        description="Hosts, networks (10.0.0.0/8) or host:port that a request may name as bootstrap server. Without "
-        "it: loopback, this instance's host, and bootstrap_addr.",
+        description="Hosts, networks (10.0.0.0/8) or host:port that a request may name as bootstrap server, instead "
+        "of loopback and this instance's host. bootstrap_addr is always allowed.",
     )
 
     lease: Seconds = Field(

@@ -10,7 +10,7 @@ import jax
 
 from sgl_pd_connector.bootstrap.client import BootstrapClient
 from sgl_pd_connector.config import ConnectorConfig
-from sgl_pd_connector.errors import ForbiddenPeerError, IncompatiblePeerError
+from sgl_pd_connector.errors import BootstrapError, ConfigError, ForbiddenPeerError, IncompatiblePeerError
 from sgl_pd_connector.transfer.interest import PeerRoute
 from sgl_pd_connector.transfer.transport import Peer
 from sgl_pd_connector.wire.address import Address
@@ -65,7 +65,7 @@ def describe(
 
 
 class PrefillFinder:
-    """Looks prefill instances up. Called on look-up threads: it blocks for one HTTP request.
+    """Looks prefill instances up. Called on look-up threads: it blocks for a name's resolution and one HTTP request.
 
     What does not match is refused before anything connects: the native transfer server aborts the process when channel
     counts or address families differ, hangs when transfer sizes do, and takes any layout of the right size for its own.
@@ -92,16 +92,13 @@ class PrefillFinder:
     def __call__(self, bootstrap_addr: str) -> Sequence[PeerRoute]:
         """
         Raises:
-            BootstrapError: the server does not answer.
+            BootstrapError: the server does not answer, or its name cannot be resolved at the moment.
+            ConfigError: that is no address.
             ForbiddenPeerError: this instance may not ask that server.
             IncompatiblePeerError: instances are registered, and this one can use none of them.
         """
         named = Address.parse(bootstrap_addr, setting="bootstrap_host")
-        bootstrap = named.resolved(setting="bootstrap_host")
-        if not self._allowed.permits(named, bootstrap):
-            raise ForbiddenPeerError(
-                f"the request names a server that is not among those allowed here (setting {ALLOWED})"
-            )
+        bootstrap = self._permitted(named)
         with BootstrapClient(
             bootstrap,
             timeout=self._config.peer_timeout,
@@ -123,6 +120,20 @@ class PrefillFinder:
         for text in problems:
             logger.warning("not using %s", text)
         return usable
+
+    def _permitted(self, named: Address) -> Address:
+        """Where to connect to, numeric."""
+        if self._allowed.may_permit(named):
+            try:
+                resolved = named.resolved(setting="bootstrap_host")
+            except ConfigError as error:
+                # Name servers fail and come back, and names appear with the pods that they are of.
+                raise BootstrapError(str(error)) from None
+            if self._allowed.permits(named, resolved):
+                return resolved
+        raise ForbiddenPeerError(
+            f"the request names a server that is not among those allowed here (setting {ALLOWED})"
+        )
 
     def _mismatch(self, route: Route, bootstrap: Address) -> str | None:
         config, layout = self._config, self._layout

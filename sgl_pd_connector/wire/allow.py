@@ -47,6 +47,16 @@ class AllowList:
                 allowed.hosts.add(address.host)
         return allowed
 
+    def may_permit(self, named: Address) -> bool:
+        """Whether `permits` can be true, whatever ``named`` resolves to. Asked first: a client must not have this
+        machine resolve names for nothing."""
+        return (
+            named.host in self.hosts
+            or named in self.addresses
+            or bool(self.networks)
+            or any(address.ip is not None and address.port == named.port for address in self.addresses)
+        )
+
     def permits(self, named: Address, resolved: Address) -> bool:
         """Whether a request may name ``named``, which resolves to ``resolved``."""
         if named.host in self.hosts or not self.addresses.isdisjoint((named, resolved)):

@@ -34,6 +34,24 @@ def address(text: str) -> Address:
 def test_an_entry_permits(entry: str, named: str, resolved: str, permitted: bool) -> None:
     allowed = AllowList.parse([entry], setting="allowed_bootstrap_hosts")
     assert allowed.permits(address(named), address(resolved)) is permitted
+    assert allowed.may_permit(address(named)) or not permitted
+
+
+@pytest.mark.parametrize(
+    ("entries", "named", "resolve"),
+    [
+        (["prefill.svc"], "evil.svc:8998", False),
+        (["prefill.svc:8998"], "prefill.svc:22", False),
+        (["10.0.0.1:8998"], "evil.svc:22", False),
+        (["10.0.0.1:8998"], "evil.svc:8998", True),
+        (["prefill.svc", "10.0.0.0/8"], "evil.svc:22", True),
+        ([], "evil.svc:22", False),
+    ],
+)
+def test_a_name_is_worth_resolving_only_if_that_can_permit_it(
+    entries: list[str], named: str, resolve: bool
+) -> None:
+    assert AllowList.parse(entries, setting="x").may_permit(address(named)) is resolve
 
 
 def test_an_empty_list_permits_nothing() -> None:
