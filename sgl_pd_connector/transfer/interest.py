@@ -51,6 +51,7 @@ class Interest:
         asked: the instances that may have the request.
         crossed_out: those that said they have not, for good.
         known_at: when one of them last said that it has it; before that, when the first was asked.
+        looked_up: whether the bootstrap server has answered.
         whole_room: it stands for an HTTP request that was refused, of which no prompt is known.
         pages, nbytes: pages to write, and bytes of the chunks they are in, once that is known.
         pulled_at: when all of it had arrived.
@@ -69,6 +70,7 @@ class Interest:
     known_at: float | None = None
     looked_up_at: float = 0.0
     lookup_pending: bool = False
+    looked_up: bool = False
     lookup_error: PDError | None = None
     next_subscribe: float = 0.0
     whole_room: bool = False

@@ -118,6 +118,7 @@ class InterestTable:
         interest.lookup_pending = False
         interest.looked_up_at = now
         interest.lookup_error = None
+        interest.looked_up = True
         return self.suggest(interest, routes, now)
 
     def suggest(self, interest: Interest, routes: Sequence[PeerRoute], now: float) -> list[Action]:
@@ -271,7 +272,12 @@ class InterestTable:
         limit = self._timeouts.bootstrap_timeout
         if age <= limit:
             return None
-        cause = interest.lookup_error or "none is registered there"
+        cause: object = interest.lookup_error
+        if cause is None:
+            if interest.crossed_out:
+                cause = "those registered there were restarted or have refused the request"
+            else:
+                cause = "none is registered there" if interest.looked_up else "it has not answered"
         return reasons.not_at_bootstrap(interest.key.room, interest.bootstrap_addr, cause, age, limit)
 
     def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:

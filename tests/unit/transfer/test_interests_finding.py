@@ -93,8 +93,16 @@ def test_a_look_up_that_never_returns_has_the_same_deadline(d: D) -> None:
     d.look_ups.clear()
     d.pass_time(LIMITS.bootstrap_timeout + 1)
     assert "bootstrap_timeout" in error_of(interest)
+    assert "boot:8998: it has not answered" in error_of(interest)
     d.do(d.table.found(interest, [P1], d.now))
     assert d.sent == []
+
+
+def test_that_the_only_p_was_restarted_is_said(d: D) -> None:
+    interest = asking(d)
+    d.told("restarted")
+    d.pass_time(LIMITS.bootstrap_timeout + 1)
+    assert "boot:8998: those registered there were restarted" in error_of(interest)
 
 
 def test_an_incompatible_p_ends_the_request_at_once(d: D) -> None:
