@@ -17,15 +17,13 @@ from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import PDError, TransferAbortedError
 from sgl_pd_connector.transfer import reasons
 from sgl_pd_connector.transfer.lifecycle import Lifecycle
+from sgl_pd_connector.transfer.recent_errors import RecentErrors
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.chunks import Chunk
 from sgl_pd_connector.wire.rooms import RoomKey
 
 MAX_SUBSCRIPTIONS = 65_536
 """Rooms that D may ask for ahead of P's own request. Beyond it D is told to wait and asks again."""
-
-MAX_ENDED_UNASKED = 10_000
-"""Requests that failed before any D asked for them, of which the reason is still known."""
 
 
 class PackedChunk(NamedTuple):
@@ -141,7 +139,10 @@ class OfferTable:
         self._prompts_in_room: dict[int, int] = {}
         self._waiting: dict[RoomKey, dict[int, _Subscription]] = {}
         self._waiting_key: dict[int, RoomKey] = {}
-        self._ended_unasked: dict[RoomKey, tuple[PDError, float]] = {}
+        # Requests that failed before any D asked for them: one that asks later hears at once that it need not wait.
+        self._ended_unasked: RecentErrors[RoomKey] = RecentErrors(timeouts.lease)
+        # Rooms that D's server refused: of a body with several prompts some may come to P only after that.
+        self._refused_rooms: RecentErrors[int] = RecentErrors(timeouts.lease)
         self.registered_bytes = 0
 
     def __len__(self) -> int:
@@ -150,13 +151,14 @@ class OfferTable:
     # Commands of the engine.
 
     def add(self, offer: Offer, now: float) -> list[Action]:
-        """A new request. A D that asked for its room already is met at once."""
+        """A new request. A D that asked for it already is met at once; one of a room that D refused ends at once."""
         self._by_key.setdefault(offer.key, []).append(offer)
         self._prompts_in_room[offer.key.room] = self._prompts_in_room.get(offer.key.room, 0) + 1
-        self._ended_unasked.pop(offer.key, None)
+        self._ended_unasked.discard(offer.key)
         waiting = self._waiting.get(offer.key)
         if not waiting:
-            return []
+            refused = self._refused_rooms.get(offer.key.room)
+            return [] if refused is None else self._end(offer, refused, now)
         # The one heard last: a D that died is still here until its lease ends.
         attempt, subscription = max(waiting.items(), key=lambda item: item[1].heard)
         self._drop_subscription(attempt)
@@ -215,10 +217,11 @@ class OfferTable:
 
     def _on_room_refused(self, peer: Any, message: msg.Abort, now: float) -> list[Action]:
         self._drop_subscription(message.attempt)
+        error = reasons.peer_gave_up(message.room, f"the decode instance at {peer}", message.reason)
+        self._refused_rooms.add(message.room, error, now)
         actions: list[Action] = []
         for offer in list(self._offers()):
             if offer.key.room == message.room and offer.attempt in (None, message.attempt):
-                error = reasons.peer_gave_up(message.room, f"the decode instance at {peer}", message.reason)
                 actions += self._end(offer, error, now, tell_peer=False)
         return [*actions, _wait(peer, message, "no")]
 
@@ -242,8 +245,7 @@ class OfferTable:
         for offer in self._by_key.get(key, ()):
             if offer.attempt is None:
                 return self._claim(offer, message.attempt, peer, name, now)
-        if key in self._ended_unasked:
-            error, _ = self._ended_unasked[key]
+        if (error := self._ended_unasked.get(key)) is not None:
             return [_wait(peer, message, "yes"), _farewell(peer, message.room, message.attempt, error)]
         if len(self._waiting_key) < MAX_SUBSCRIPTIONS:
             self._waiting.setdefault(key, {})[message.attempt] = _Subscription(peer, name, now)
@@ -288,11 +290,8 @@ class OfferTable:
         ]
         for attempt in stale:
             self._drop_subscription(attempt)
-        while self._ended_unasked:
-            key, (_, died) = next(iter(self._ended_unasked.items()))
-            if now - died <= self._timeouts.lease and len(self._ended_unasked) <= MAX_ENDED_UNASKED:
-                break
-            del self._ended_unasked[key]
+        self._ended_unasked.expire(now)
+        self._refused_rooms.expire(now)
         return actions
 
     def _overdue(self, offer: Offer, now: float) -> PDError | None:
@@ -361,9 +360,7 @@ class OfferTable:
             return []
         actions: list[Action] = []
         if offer.attempt is None:
-            # A D that asks later hears at once that it need not wait. Youngest last, as `tick` expects.
-            self._ended_unasked.pop(offer.key, None)
-            self._ended_unasked[offer.key] = error, now
+            self._ended_unasked.add(offer.key, error, now)
         elif tell_peer:
             actions.append(_farewell(offer.peer, offer.key.room, offer.attempt, error))
         return actions + self._forget(offer)

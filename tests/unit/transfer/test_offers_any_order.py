@@ -57,6 +57,10 @@ class AnyOrder(RuleBasedStateMachine):
     def fail(self, room: int, attempt: int) -> None:
         self.p.hear(msg.Failed(room=room, attempt=attempt, reason="x"))
 
+    @rule(room=rooms, attempt=attempts)
+    def refuse_the_room(self, room: int, attempt: int) -> None:
+        self.p.hear(msg.Abort(room=room, attempt=attempt, reason="x", whole_room=True))
+
     @rule(seconds=st.sampled_from([0.1, 29.0, 31.0, 700.0]))
     def wait(self, seconds: float) -> None:
         self.p.wait(seconds)

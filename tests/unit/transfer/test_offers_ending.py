@@ -9,7 +9,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import PDError, TransferAbortedError, TransferError
-from sgl_pd_connector.transfer import offers
+from sgl_pd_connector.transfer import recent_errors
 from sgl_pd_connector.transfer.offers import Action, Offer
 from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.rooms import RoomKey
@@ -163,10 +163,9 @@ def test_reasons_are_not_kept_for_ever(p: P, monkeypatch: pytest.MonkeyPatch) ->
     p.do(p.table.abort(p.add(), "prompt too long", p.now))
     p.wait(LIMITS.lease + 1)
     assert only(p.subscribe()).known == "no"
-    monkeypatch.setattr(offers, "MAX_ENDED_UNASKED", 3)
+    monkeypatch.setattr(recent_errors, "MAX_KEPT", 3)
     for room in range(10):
         p.do(p.table.abort(p.add(RoomKey(room, b"")), "prompt too long", p.now))
-    p.wait(0)
     answers = [len(p.subscribe(attempt=100 + room, key=RoomKey(room, b""))) for room in range(10)]
     assert answers == [1] * 7 + [2] * 3
 

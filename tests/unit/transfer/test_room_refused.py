@@ -16,6 +16,7 @@ from sgl_pd_connector.wire import messages as msg
 from sgl_pd_connector.wire.rooms import RoomKey
 from tests.unit.transfer.interest_table import LIMITS, P1, P2, D
 from tests.unit.transfer.offer_table import D2, EPOCH, OTHER_PROMPT, P, offered, only, packed, unasked
+from tests.unit.transfer.offer_table import LIMITS as P_LIMITS
 
 pytestmark = pytest.mark.unit
 
@@ -45,6 +46,36 @@ def test_p_keeps_what_a_d_has_asked_for_and_other_rooms(p: P) -> None:
     p.hear(REFUSED, D2)
     assert offer.life.state is KVPoll.Transferring
     assert elsewhere.life.state is KVPoll.Bootstrapping
+
+
+def test_what_reaches_p_after_the_refusal_is_ended_at_once(p: P) -> None:
+    """As the later ones of a list of prompts do."""
+    unasked(p)
+    p.hear(REFUSED)
+    late, elsewhere = p.add(OTHER_PROMPT), p.add(RoomKey(8, b"prompt"))
+    assert "the decode instance at d1's socket gave up: refused" in str(late.life.failure_exception())
+    p.pack(late)
+    assert not elsewhere.life.is_final
+    assert (len(p.table), p.held) == (1, 0)
+
+
+def test_a_refusal_is_remembered_for_one_lease(p: P) -> None:
+    p.hear(REFUSED)
+    p.wait(P_LIMITS.lease)
+    assert p.add().life.is_final
+    p.wait(0.1)
+    assert not p.add().life.is_final
+
+
+def test_a_refusal_does_not_hurt_a_d_that_has_asked(p: P) -> None:
+    p.subscribe(attempt=2, key=OTHER_PROMPT)
+    claimed = offered(p)
+    p.hear(REFUSED, D2)
+    met = p.add(OTHER_PROMPT)
+    assert (claimed.life.state, met.life.state) == (KVPoll.Transferring, KVPoll.WaitingForInput)
+    assert (claimed.attempt, met.attempt) == (1, 2)
+    p.done()
+    assert claimed.life.state is KVPoll.Success
 
 
 def test_a_d_that_asks_nevertheless_is_told_why(p: P) -> None:
