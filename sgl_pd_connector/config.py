@@ -31,6 +31,12 @@ ENV_PREFIX = "SGL_PD_"
 D2H_ENV = "TPU_ENABLE_D2H_TRANSFER"
 MIN_SECRET = 16
 
+MIN_SILENCE = 2.0
+"""Seconds: twice the period in which D and P hear of each other (`transfer.interest.RESUBSCRIBE`)."""
+
+# As a registration wants it (`wire.routes.Text`).
+_NAME = re.compile(r"[!-~]+")
+
 # Environment variables with our prefix that are not settings of a connector.
 _ENV_NOT_SETTINGS = frozenset({"SGL_PD_CACHE", "SGL_PD_CPU_EMULATION", "SGL_PD_OPS_BACKEND"})
 
@@ -61,7 +67,8 @@ class ConnectorConfig(BaseModel):
         default_factory=_new_instance_id,
         min_length=1,
         max_length=128,
-        description="Name of this server, unique in the deployment. Keep it over restarts (a StatefulSet's pod name).",
+        description="Name of this server, unique in the deployment; printable ASCII without spaces. Keep it over "
+        "restarts (a StatefulSet's pod name).",
     )
 
     bootstrap_addr: str | None = Field(
@@ -80,7 +87,9 @@ class ConnectorConfig(BaseModel):
     transfer_channels: int = Field(
         4, ge=1, le=64, description="TCP connections per peer. Must be equal on P and D."
     )
-    transfer_size: Bytes = Field(16 << 20, description="Bytes per message on them. Must be equal on P and D.")
+    transfer_size: Bytes = Field(
+        16 << 20, lt=2**40, description="Bytes per message on them. Must be equal on P and D."
+    )
     chunk_bytes: Bytes = Field(
         2 << 20, description="Size aimed at for one buffer on the wire. Must be equal on P and D."
     )
@@ -106,10 +115,11 @@ class ConnectorConfig(BaseModel):
 
     lease: Seconds = Field(
         30.0,
-        description="P keeps a packed copy for so long after D was last heard of, or after prefill if never.",
+        description="P keeps a packed copy for so long after D was last heard of, or after prefill if never. "
+        "At least 2.",
     )
     peer_timeout: Seconds = Field(
-        10.0, description="A peer whose side channel is silent for so long is taken as dead."
+        10.0, description="A peer whose side channel is silent for so long is taken as dead. At least 2."
     )
     bootstrap_timeout: Seconds = Field(
         30.0, description="How long D looks for P, and for its room on P, before it gives up."
@@ -141,6 +151,25 @@ class ConnectorConfig(BaseModel):
         return (
             [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
         )
+
+    @field_validator("instance_id")
+    @classmethod
+    def _is_name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError(
+                "must be printable ASCII without spaces: it goes into URLs, logs and metrics as it is"
+            )
+        return value
+
+    @field_validator("lease", "peer_timeout")
+    @classmethod
+    def _outlasts_a_lost_message(cls, value: float) -> float:
+        if value < MIN_SILENCE:
+            raise ValueError(
+                f"must be at least {MIN_SILENCE:g} s: a live peer is heard of once a second, so that one lost message "
+                "would end its transfers"
+            )
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

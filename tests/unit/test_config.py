@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from sgl_pd_connector.config import ConnectorConfig, load_config
+from sgl_pd_connector.config import MIN_SILENCE, ConnectorConfig, load_config
 from sgl_pd_connector.errors import ConfigError
+from sgl_pd_connector.transfer.interest import RESUBSCRIBE
+from tests.registrations import make_route
 
 pytestmark = pytest.mark.unit
 
@@ -73,6 +75,7 @@ def test_variables_of_the_package_that_are_no_settings_and_those_of_others_are_l
         ("max_packed_bytes", 0),
         ("instance_id", ""),
         ("instance_id", "x" * 129),
+        ("transfer_size", 2**40),
     ],
 )
 def test_a_bad_value_is_named_with_where_it_was_set(name: str, value: object) -> None:
@@ -97,6 +100,27 @@ def test_every_wrong_setting_has_a_line_of_its_own() -> None:
         "lease =",
         "transfer_port =",
     ]
+
+
+@pytest.mark.parametrize("name", ["lease", "peer_timeout"])
+def test_no_deadline_is_so_short_that_one_lost_message_ends_a_transfer(name: str) -> None:
+    assert MIN_SILENCE == 2 * RESUBSCRIBE
+    with pytest.raises(ConfigError, match=rf"{WHERE}: {name} = 1\.9: must be at least 2 s: .* once a second"):
+        load({name: 1.9})
+    load({name: 2})
+
+
+@pytest.mark.parametrize("name", ["prefill 0", "präfill", "prefill\n", "prefill\x7f", "", "x" * 129])
+def test_a_name_that_could_not_be_registered_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{WHERE}: instance_id = "):
+        load({"instance_id": name})
+    with pytest.raises(ValidationError, match="instance_id"):
+        make_route(name)
+
+
+@pytest.mark.parametrize("name", ["!", "~", "ns/prefill-0.svc:1", "x" * 128])
+def test_every_name_that_is_taken_can_be_registered(name: str) -> None:
+    assert make_route(load({"instance_id": name}).instance_id).instance_id == name
 
 
 def test_settings_that_do_not_fit_each_other() -> None:
