@@ -13,7 +13,10 @@ LINGER_MS = 500
 
 
 def configure(socket: zmq.Socket[bytes], *, peer_timeout: float) -> None:
-    """Bounds what a peer can make it hold, and ends connections whose other end has vanished.
+    """Bounds single frames and what waits for a slow peer, and ends connections whose other end has vanished.
+
+    What a peer can make it hold is not bounded: libzmq collects the parts of a message until the last has come, however
+    many, and signatures can be looked at only then. Strangers have to be kept away from the port by the network.
 
     Without the heartbeats, which ZMQ exchanges by itself, a connection whose other end lost power, or that a firewall
     forgot, would stay: for ever on P, which has nothing to send on it, and on D until TCP gives up, a quarter of an
