@@ -161,10 +161,14 @@ class Registrar:
     def start(self) -> None:
         self._thread.start()
 
+    def stop(self) -> None:
+        """Begins what `close` ends, without waiting: the thread deregisters."""
+        self._closing.set()
+
     def close(self) -> None:
         """Deregisters, within seconds even if the server hangs, and ends the thread. Harmless when
         repeated."""
-        self._closing.set()
+        self.stop()
         if self._thread.ident is not None:
             # A call under way and the goodbye. A thread that is later than that ends by itself.
             self._thread.join(2 * _CALL_TIMEOUT)

@@ -235,12 +235,16 @@ class JaxTransferKVManager(BaseKVManager):
         if self._closed:
             return
         self._closed = True
+        # A bootstrap server that hangs keeps the registrar for seconds. Peers must not wait for that, nor the process
+        # be killed before they are told.
         if self._registrar is not None:
-            self._registrar.close()
+            self._registrar.stop()
         if self._decode is not None:
             self._decode.close()
         if self._prefill is not None:
             self._prefill.close()
+        if self._registrar is not None:
+            self._registrar.close()
         if self._bootstrap_server is not None:
             self._bootstrap_server.stop()
         if self._log is not None:

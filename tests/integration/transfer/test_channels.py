@@ -237,6 +237,40 @@ class D:
         return interest
 
 
+def test_a_d_that_stops_tells_p_before_it_waits_for_look_ups() -> None:
+    answer = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as p:
+        p.linger, p.rcvtimeo = 0, 30_000
+        port = p.bind_to_random_port("tcp://127.0.0.1")
+        route = PeerRoute(Peer("p", EPOCH, "127.0.0.1:1", (1,)), f"127.0.0.1:{port}")
+
+        def look_up(address: str) -> Sequence[PeerRoute]:
+            if address == "hangs":
+                answer.wait(60)
+            return [route]
+
+        d = D(look_up)
+        d.want("hangs")
+        interest = d.want("answers")
+        codec = FrameCodec(None)
+
+        def hear() -> msg.Message:
+            return codec.decode(p.recv_multipart()[-1], time.time())
+
+        assert isinstance(hear(), msg.Subscribe)
+        closing = threading.Thread(target=d.channel.close)
+        closing.start()
+        try:
+            while isinstance(said := hear(), msg.Subscribe):
+                pass
+            assert isinstance(said, msg.Abort)
+            assert said.attempt == interest.attempt
+            assert closing.is_alive()
+        finally:
+            answer.set()
+            closing.join()
+
+
 def test_a_bootstrap_server_that_does_not_answer_is_asked_once_and_holds_up_no_other() -> None:
     asked: list[str] = []
     answer = threading.Event()

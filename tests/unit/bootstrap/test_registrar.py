@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,28 @@ def test_no_error_ends_it_and_each_kind_is_logged_once(
     eventually(lambda: registrar.registered, "registered after all")
     logged = [record.exc_info[1] for record in caplog.records if record.exc_info is not None]
     assert logged == [errors[0], errors[2]]
+
+
+def test_stop_does_not_wait_for_a_server_that_hangs(
+    registrar: Registrar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, answer = threading.Event(), threading.Event()
+
+    def hang(client: BootstrapClient, route: Route) -> Registered:
+        called.set()
+        assert answer.wait(30)
+        return Registered(ttl=15.0, replaced=False)
+
+    deleted: list[RouteKey] = []
+    monkeypatch.setattr(FaultyClient, "put", hang)
+    monkeypatch.setattr(FaultyClient, "delete", lambda client, key, epoch: deleted.append(key))
+    registrar.start()
+    assert called.wait(30)
+    registrar.stop()
+    assert not deleted
+    answer.set()
+    registrar.close()
+    assert deleted == [make_route().key]
 
 
 def test_nor_does_one_at_the_goodbye(registrar: Registrar, monkeypatch: pytest.MonkeyPatch) -> None:
