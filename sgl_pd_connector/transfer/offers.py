@@ -38,8 +38,9 @@ class Offer:
     """One sender's side of a transfer.
 
     Attributes:
-        sent: the engine has handed the prefilled prompt over; until `packed` it waits for room in ``max_packed_bytes``.
-            Set once, on the engine's thread, and read by the one that drives the table: a bool needs no lock.
+        sent_at: when the engine handed the prefilled prompt over; until `packed` it waits for room in
+            ``max_packed_bytes``. Set once, on the engine's thread, and read by the one that drives the table: a number
+            needs no lock.
         packed: the copy, once there was room for it; None before, and again when the offer is over.
         packed_bytes: its size, held in P's budget.
         attempt: D's attempt that claimed this offer, or None.
@@ -53,10 +54,9 @@ class Offer:
     key: RoomKey
     num_tokens: int
     life: Lifecycle
-    sent: bool = False
+    sent_at: float | None = None
     packed: Sequence[PackedChunk] | None = None
     packed_bytes: int = 0
-    packed_at: float = 0.0
     attempt: int | None = None
     peer: Any = None
     peer_name: str = ""
@@ -64,6 +64,10 @@ class Offer:
     again: int = 0
     retries: int = 0
     heard: float = 0.0
+
+    @property
+    def sent(self) -> bool:
+        return self.sent_at is not None
 
 
 class Reply(NamedTuple):
@@ -170,7 +174,7 @@ class OfferTable:
         """The prompt is prefilled and copied out."""
         if offer.life.is_final:
             return [Release((), packed_bytes)]
-        offer.packed, offer.packed_bytes, offer.packed_at = packed, packed_bytes, now
+        offer.packed, offer.packed_bytes = packed, packed_bytes
         return self._offer_now(offer, now)
 
     def abort(self, offer: Offer, reason: str, now: float) -> list[Action]:
@@ -298,13 +302,17 @@ class OfferTable:
         room, who, limits, entered = offer.key.room, offer.peer_name, self._timeouts, offer.life.entered
         if offer.attempt is not None and (silent := now - offer.heard) > limits.lease:
             return reasons.decode_silent(room, who, silent, limits.lease)
+        # Whether it is copied or waits to be: what waits holds the engine's own pages.
+        if (
+            offer.attempt is None
+            and offer.sent_at is not None
+            and (age := now - offer.sent_at) > limits.lease
+        ):
+            return reasons.not_asked_for(room, age, limits.lease)
         if offer.packed is None:
             if (age := now - entered[KVPoll.Bootstrapping]) > limits.prefill_timeout:
                 late = reasons.no_room if offer.sent else reasons.not_prefilled
                 return late(room, who, age, limits.prefill_timeout)
-        elif offer.attempt is None:
-            if (age := now - offer.packed_at) > limits.lease:
-                return reasons.not_asked_for(room, age, limits.lease)
         elif offer.uuids:
             limit = limits.prefill_timeout + limits.transfer_timeout
             if (age := now - entered[KVPoll.Transferring]) > limit:

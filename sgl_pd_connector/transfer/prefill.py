@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,8 +46,8 @@ class PrefillSide:
         self._recorder = recorder
         self._budget = ByteBudget(config.max_packed_bytes)
         self._runner: KVRunner | None = None
-        # Prompts whose pages wait for room in the budget, oldest first. Changed on the engine's thread only.
-        self._waiting: deque[tuple[JaxTransferKVSender, np.ndarray]] = deque()
+        # Prompts whose pages wait for room in the budget. Replaced, and added to, on the engine's thread only.
+        self._waiting: list[tuple[JaxTransferKVSender, np.ndarray]] = []
         table = OfferTable(
             timeouts=Timeouts(config.lease, config.prefill_timeout, config.transfer_timeout),
             epoch=epoch,
@@ -88,7 +87,7 @@ class PrefillSide:
                 f"room {sender.offer.key.room}: {len(page_ids)} pages given for {sender.offer.num_tokens} tokens, "
                 f"which have {expected}"
             )
-        sender.offer.sent = True
+        sender.offer.sent_at = time.monotonic()
         if sender.offer.life.is_final:
             return True
         self._waiting.append((sender, np.asarray(page_ids, np.int32)))
@@ -96,15 +95,22 @@ class PrefillSide:
         return sender.released
 
     def step(self) -> None:
-        """Gathers what waited, in order, as far as the budget goes."""
-        while self._waiting:
-            sender, page_ids = self._waiting[0]
-            if not sender.offer.life.is_final:
-                nbytes = len(page_ids) * self._planner.layout.page_bytes
-                if not self._budget.take(nbytes):
-                    return
-                self._gather(sender, page_ids, nbytes)
-            self._waiting.popleft()
+        """Gathers what waited, as far as the budget goes: what a D has asked for before what none has, each in order.
+
+        Prompts whose D is dead would otherwise keep those of all the others waiting.
+        """
+        if not self._waiting:
+            return
+        live = [(sender, ids) for sender, ids in self._waiting if not sender.offer.life.is_final]
+        live.sort(key=lambda each: each[0].offer.attempt is None)
+        gathered = 0
+        for sender, page_ids in live:
+            nbytes = len(page_ids) * self._planner.layout.page_bytes
+            if not self._budget.take(nbytes):
+                break
+            self._gather(sender, page_ids, nbytes)
+            gathered += 1
+        self._waiting = live[gathered:]
 
     def _gather(self, sender: JaxTransferKVSender, page_ids: np.ndarray, nbytes: int) -> None:
         assert self._runner is not None, "register_runner() was not called"
@@ -137,8 +143,8 @@ class PrefillSide:
         stats.in_flight = self.channel.num_offers
         stats.packed_bytes = self._budget.held
         stats.registered_bytes = self.channel.registered_bytes
-        # By any thread: a copy is one step. Those given up stay in the queue until they are its head.
-        stats.waiting_sends = sum(not sender.offer.life.is_final for sender, _ in self._waiting.copy())
+        # By any thread: a copy is one step. Those given up are in it until the next step.
+        stats.waiting_sends = sum(not sender.offer.life.is_final for sender, _ in list(self._waiting))
         stats.bad_frames = self.channel.bad_frames.count
 
     def close(self) -> None:

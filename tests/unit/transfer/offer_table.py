@@ -93,6 +93,7 @@ class P:
     def pack(self, offer: Offer) -> list[msg.Message]:
         self.held += SIZE
         chunks = [PackedChunk(Chunk(0, 1), ["a"]), PackedChunk(Chunk(1, 1), ["b"])]
+        offer.sent_at = self.now
         return self.do(self.table.packed(offer, chunks, SIZE, self.now))
 
     def subscribe(

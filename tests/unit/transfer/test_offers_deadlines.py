@@ -76,14 +76,25 @@ def test_a_prompt_that_is_not_prefilled_in_time(p: P, state: Callable[[P], Offer
 
 def test_a_prompt_that_finds_no_room_to_be_copied_to_was_prefilled(p: P) -> None:
     offer = p.add()
-    offer.sent = True
-    p.wait(LIMITS.prefill_timeout)
+    offer.sent_at = p.now
+    for _ in range(60):
+        p.subscribe()
+        p.wait(10)
     assert not offer.life.is_final
     p.wait(0.1)
     text = str(offer.life.failure_exception())
     assert "not prefilled" not in text
     assert "no room in max_packed_bytes" in text
     assert "prefill_timeout = 600" in text
+
+
+def test_a_prompt_that_nobody_asks_for_waits_for_room_no_longer_than_a_copy_would(p: P) -> None:
+    offer = p.add()
+    offer.sent_at = p.now
+    p.wait(LIMITS.lease)
+    assert not offer.life.is_final
+    p.wait(0.1)
+    assert "no decode instance has asked for it" in str(offer.life.failure_exception())
 
 
 def test_a_d_that_is_alive_but_never_fetches(p: P) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import pytest
 
+from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.errors import PDError
 from sgl_pd_connector.transfer import prefill
 from sgl_pd_connector.transfer.bad_frames import BadFrames
-from sgl_pd_connector.transfer.offers import Offer, OfferTable, PackedChunk
+from sgl_pd_connector.transfer.budget import ByteBudget
+from sgl_pd_connector.transfer.offers import Action, Offer, OfferTable, PackedChunk, Release
 from sgl_pd_connector.transfer.plan import ChunkPlanner
 from sgl_pd_connector.transfer.prefill import PrefillSide
 from sgl_pd_connector.transfer.sender import JaxTransferKVSender
@@ -34,9 +36,15 @@ class DirectChannel:
 
     num_offers = registered_bytes = 0
 
-    def __init__(self, table: OfferTable, **_: Any) -> None:
+    def __init__(self, table: OfferTable, *, budget: ByteBudget, **_: Any) -> None:
         self.bad_frames = BadFrames("no side channel")
         self._table = table
+        self._budget = budget
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Release):
+                self._budget.give(action.packed_bytes)
 
     def add(self, offer: Offer) -> bool:
         self._table.add(offer, time.monotonic())
@@ -46,7 +54,7 @@ class DirectChannel:
         self._table.packed(offer, packed, packed_bytes, time.monotonic())
 
     def abort(self, offer: Offer, reason: str) -> None:
-        self._table.abort(offer, reason, time.monotonic())
+        self._do(self._table.abort(offer, reason, time.monotonic()))
 
     def fail(self, offer: Offer, error: PDError) -> None:
         raise AssertionError(error)
@@ -116,3 +124,15 @@ def test_prompts_that_were_given_up_do_not_count_as_waiting(side: PrefillSide) -
     assert waiting_sends(side) == 1
     head.abort("client gone")
     assert waiting_sends(side) == 0
+
+
+def test_what_a_d_has_asked_for_is_copied_before_what_none_has(side: PrefillSide) -> None:
+    first, unasked, asked, later = senders(side, 4)
+    for sender in (first, unasked, asked, later):
+        sender.send([0, 1])
+    asked.offer.attempt = 1
+    asked.offer.life.advance(KVPoll.WaitingForInput, time.monotonic())
+    first.abort("over")
+    side.step()
+    assert [sender.released for sender in (unasked, asked, later)] == [False, True, False]
+    assert waiting_sends(side) == 2
