@@ -28,7 +28,7 @@ from sgl_pd_connector.transfer.receiver import JaxTransferKVReceiver
 from sgl_pd_connector.transfer.sender import JaxTransferKVSender
 from sgl_pd_connector.transfer.stats import Recorder, TransferRecord, TransferStats
 from sgl_pd_connector.transfer.transfer_log import TransferLog
-from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.address import Address, advertised
 from sgl_pd_connector.wire.layout import KVLayout
 from sgl_pd_connector.wire.rooms import DIGEST_BYTES, MAX_ROOM, RoomKey
 from sgl_pd_connector.wire.routes import Role
@@ -59,12 +59,7 @@ class JaxTransferKVManager(BaseKVManager):
         Raises:
             ConfigError: a port is in use, or a setting does not fit this machine.
         """
-        host = Address.of(config.host, 0, setting="host").resolved(setting="host")
-        if host.is_wildcard:
-            raise ConfigError(
-                f"host = {config.host!r}: peers are told to connect to this address, so it cannot mean all interfaces: "
-                "name the one that they reach"
-            )
+        host = advertised(config.host)
         secret = config.read_secret()
         require_secret(host, secret, allow_insecure=config.allow_insecure)
         token = bearer_token(secret)

@@ -10,7 +10,8 @@ from typing import Any
 from sgl_pd_connector.config import ConnectorConfig
 from sgl_pd_connector.errors import ConfigError
 from sgl_pd_connector.vllm import compat, support
-from sgl_pd_connector.wire.address import Address
+from sgl_pd_connector.wire.address import Address, advertised
+from sgl_pd_connector.wire.secret import require_secret
 
 
 def register() -> None:
@@ -25,6 +26,8 @@ def register() -> None:
 
 
 def _on_use(vllm_config: Any) -> None:
+    # Again: when plugins are loaded, vLLM has not configured its own log yet.
+    compat.share_logging()
     try:
         compat.check_versions()
         check_server(vllm_config)
@@ -47,6 +50,7 @@ def check_server(vllm_config: Any) -> None:
         ConfigError: the role, a setting, the engine's set-up or a port cannot be used as given.
     """
     config = support.check(vllm_config)
+    require_secret(advertised(config.host), config.read_secret(), allow_insecure=config.allow_insecure)
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError("VLLM_USE_RUST_FRONTEND: that HTTP server has no middleware, set it to 0")
     # Only in the first process: in its children the engine may run already, and hold these ports.

@@ -161,3 +161,18 @@ def _canonical_host(host: str, setting: str) -> str:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def advertised(host: str) -> Address:
+    """The setting ``host``, resolved, with port 0: what an instance binds, and what peers are told to connect to.
+
+    Raises:
+        ConfigError: it is no address, its name cannot be resolved, or it means all interfaces.
+    """
+    address = Address.of(host, 0, setting="host").resolved(setting="host")
+    if address.is_wildcard:
+        raise ConfigError(
+            f"host = {host!r}: peers are told to connect to this address, so it cannot mean all interfaces: "
+            "name the one that they reach"
+        )
+    return address

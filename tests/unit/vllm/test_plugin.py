@@ -172,6 +172,17 @@ class TestWrongSettings:
             self.check(engine, server())
 
 
+class TestHost:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+    def test_all_interfaces_are_no_address_for_peers(self, host: str) -> None:
+        with pytest.raises(ConfigError, match="cannot mean all interfaces"):
+            plugin.check_server(server(host=host, allow_insecure=True))
+
+    def test_another_than_loopback_needs_a_secret(self) -> None:
+        with pytest.raises(ConfigError, match="there is no secret"):
+            plugin.check_server(server(host="10.0.0.1"))
+
+
 class TestPortsInUse:
     @pytest.fixture
     def taken(self) -> Any:
@@ -233,6 +244,19 @@ def test_an_applications_role_is_that_of_its_server(connector: str, role: str | 
 
 def test_an_application_of_something_else_has_no_role() -> None:
     assert compat.role_of_app(SimpleNamespace(state=SimpleNamespace())) is None
+
+
+def test_our_log_goes_there_though_vllm_sets_it_up_after_plugins(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = logging.Logger("sgl_pd_connector"), logging.Logger("vllm")
+    loggers = {"sgl_pd_connector": ours, "vllm": theirs}
+    monkeypatch.setattr(compat, "logging", SimpleNamespace(getLogger=loggers.__getitem__))
+    plugin.register()
+    handler = logging.NullHandler()
+    theirs.addHandler(handler)
+    engine.platform.check_and_update_config(server())
+    assert ours.handlers == [handler]
 
 
 def test_our_log_goes_where_vllms_goes(monkeypatch: pytest.MonkeyPatch) -> None:
