@@ -6,10 +6,10 @@ exception out, because one raised in a hook ends the engine and with it every ot
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Callable
 from functools import wraps
+from multiprocessing import util
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -70,6 +70,7 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._manager: JaxTransferKVManager | None = None
+        self._at_exit: util.Finalize | None = None
         self._result = StepResult()
         self._gauges: dict[str, int] = {}
         if role == KVConnectorRole.SCHEDULER:
@@ -138,8 +139,8 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
             role="prefill" if self._is_prefill else "decode",
             config=self._config,
         )
-        # tpu-inference's worker has no shutdown hook.
-        atexit.register(self.shutdown)
+        # tpu-inference's worker has no shutdown hook. Not `atexit`, which a forked engine process does not run.
+        self._at_exit = util.Finalize(None, self._close, exitpriority=1)
         self._manager.register_runner(pools)
         self._worker = (PrefillWorker if self._is_prefill else DecodeWorker)(self._manager)
 
@@ -199,7 +200,10 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
         return SglJaxPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
+        if self._at_exit is not None:
+            self._at_exit()  # once
+
+    def _close(self) -> None:
         manager, self._manager = self._manager, None
         if manager is not None:
-            atexit.unregister(self.shutdown)
             manager.close()
