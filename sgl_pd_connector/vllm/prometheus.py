@@ -75,7 +75,7 @@ class SglJaxPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # as abov
         for labels in per_engine_labelvalues.values():
             for outcome in stats.OUTCOMES:
                 self._transfers.labels(*labels, outcome)
-            for metric in self._counters.values():
+            for metric in (*self._counters.values(), *self._gauges.values()):
                 metric.labels(*labels)
 
     def observe(self, transfer_stats_data: stats.Payload, engine_idx: int = 0) -> None:
