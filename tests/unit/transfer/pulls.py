@@ -71,3 +71,8 @@ class Pulls:
             self.transport.arrive(uuid)
             self.writer.write_all(1)
         future.result(20)
+
+    def move(self, uuid: int, **options: Any) -> None:
+        """A transfer of one chunk, from its start to its end."""
+        _, future = self.start(uuid, **options)
+        self.finish(future, [uuid])

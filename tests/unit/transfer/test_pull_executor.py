@@ -9,7 +9,7 @@ import pytest
 
 from sgl_pd_connector.base import KVPoll
 from sgl_pd_connector.errors import TransferAbortedError, TransferError
-from sgl_pd_connector.transfer import budget, links, pull_executor
+from sgl_pd_connector.transfer import budget, pull_executor
 from sgl_pd_connector.transfer.pull_executor import WINDOW
 from tests.unit.transfer.fakes import wait_until
 from tests.unit.transfer.pulls import GONE, LATE, P1, P2, SIZE, Pulls
@@ -114,8 +114,7 @@ def test_after_an_error_the_next_transfer_gets_a_new_connection(pulls: Pulls) ->
     pulls.transport.arrays(1)[0].break_off()
     pulls.transport.arrays(1)[1].break_off()
     assert isinstance(future.exception(20), TransferError)
-    _, again = pulls.start(2)
-    pulls.finish(again, [2])
+    pulls.move(2)
     assert [link.is_cut for link in pulls.transport.links] == [True, False]
 
 
@@ -158,8 +157,7 @@ def test_a_pull_that_cannot_be_started_fails_alone(
         future.result(20)
     assert task.life.state is KVPoll.Failed
     pulls.transport.link_error = pulls.transport.pull_error = None
-    _, again = pulls.start(2)
-    pulls.finish(again, [2])
+    pulls.move(2)
     assert "pull from prefill instance prefill-1 at 10.0.0.1:1 failed: no more sockets" in caplog.text
 
 
@@ -250,8 +248,7 @@ def test_a_timeout_drops_the_connection_and_gives_the_bytes_back(pulls: Pulls) -
     assert future.exception(20) is LATE
     wait_until(lambda: pulls.budget.held == 0)
     assert pulls.transport.links[0].is_cut
-    _, again = pulls.start(3)
-    pulls.finish(again, [3])
+    pulls.move(3)
 
 
 def test_a_timeout_of_one_transfer_leaves_the_others_on_the_connection_their_time(pulls: Pulls) -> None:
@@ -266,8 +263,7 @@ def test_a_timeout_of_one_transfer_leaves_the_others_on_the_connection_their_tim
 
 
 def test_a_restarted_peer_gets_a_new_connection_and_the_old_one_is_dropped(pulls: Pulls) -> None:
-    _, before = pulls.start(1)
-    pulls.finish(before, [1])
+    pulls.move(1)
     _, after = pulls.start(2, peer=P1._replace(epoch=2, transfer_addr="10.0.0.1:9"))
     pulls.finish(after, [2])
     wait_until(lambda: pulls.transport.links[0].is_cut)
@@ -281,8 +277,7 @@ def test_a_stalled_peer_holds_up_nobody_else(pulls: Pulls) -> None:
     stalled, stalled_future = pulls.start(1, peer=P1)
     pulls.transport.arrays(1)
     for uuid in range(10, 15):
-        _, future = pulls.start(uuid, peer=P2)
-        pulls.finish(future, [uuid])
+        pulls.move(uuid, peer=P2)
     assert not stalled_future.done()
     stalled.life.fail(LATE, 0.0)
     assert stalled_future.exception(20) is LATE
@@ -402,73 +397,3 @@ def test_close_without_work_ends_the_thread() -> None:
     pulls = Pulls()
     pulls.executor.close()
     assert not pulls.executor._thread.is_alive()
-
-
-def test_a_connection_that_nobody_used_for_long_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch, pulls: Pulls
-) -> None:
-    monkeypatch.setattr(links, "LINK_IDLE", 0.2)
-    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.05)
-    _, future = pulls.start(1)
-    pulls.finish(future, [1])
-    [first] = pulls.transport.links
-    wait_until(lambda: first.is_cut, "the idle connection dropped")
-    _, future = pulls.start(2)
-    pulls.finish(future, [2])
-    assert len(pulls.transport.links) == 2
-
-
-def test_a_connection_that_the_peer_has_left_is_given_up_soon(
-    monkeypatch: pytest.MonkeyPatch, pulls: Pulls
-) -> None:
-    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.05)
-    _, future = pulls.start(1)
-    pulls.finish(future, [1])
-    [link] = pulls.transport.links
-    pulls.let_it_run()
-    assert not link.is_cut
-    link.whole = False
-    wait_until(lambda: link.is_cut, "the dead connection dropped")
-
-
-def test_a_connection_in_use_is_not_idle_however_slow_it_is(
-    monkeypatch: pytest.MonkeyPatch, pulls: Pulls
-) -> None:
-    monkeypatch.setattr(links, "LINK_IDLE", 0.1)
-    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.05)
-    _, slow = pulls.start(1)
-    pulls.transport.arrays(1)
-    for uuid in (2, 3):
-        _, future = pulls.start(uuid, peer=P2)
-        pulls.finish(future, [uuid])
-        wait_until(lambda: pulls.transport.links[-1].is_cut, "the other connection, which is idle, dropped")
-    assert not pulls.transport.links[0].is_cut
-    pulls.finish(slow, [1])
-
-
-def test_a_connection_that_cannot_be_looked_at_costs_its_transfer_only(pulls: Pulls) -> None:
-    _, future = pulls.start(1)
-    pulls.transport.arrays(1)
-    [link] = pulls.transport.links
-    link.unlookable = OSError("too many open files")
-    pulls.transport.arrive(1)
-    with pytest.raises(TransferError, match="too many open files"):
-        future.result(20)
-    assert pulls.budget.held == 0
-    _, following = pulls.start(2)
-    pulls.finish(following, [2])
-
-
-def test_an_error_that_nobody_foresaw_does_not_end_the_pulling(
-    monkeypatch: pytest.MonkeyPatch, pulls: Pulls, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pull_executor, "IDLE_CHECK", 0.02)
-    monkeypatch.setattr(pull_executor, "AFTER_ERROR", 0.01)
-    _, future = pulls.start(1)
-    pulls.finish(future, [1])
-    [link] = pulls.transport.links
-    link.unlookable = OSError("too many open files")
-    wait_until(lambda: "pulling: unexpected error; going on" in caplog.text)
-    link.unlookable = None
-    _, following = pulls.start(2)
-    pulls.finish(following, [2])
