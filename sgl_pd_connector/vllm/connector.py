@@ -140,7 +140,7 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
             config=self._config,
         )
         # tpu-inference's worker has no shutdown hook. Not `atexit`, which a forked engine process does not run.
-        self._at_exit = util.Finalize(None, self._close, exitpriority=1)
+        self._at_exit = util.Finalize(None, self._manager.close, exitpriority=1)
         self._manager.register_runner(pools)
         self._worker = (PrefillWorker if self._is_prefill else DecodeWorker)(self._manager)
 
@@ -200,10 +200,6 @@ class SglJaxConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not i
         return SglJaxPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
+        self._manager = None
         if self._at_exit is not None:
             self._at_exit()  # once
-
-    def _close(self) -> None:
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.close()
