@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 from sgl_pd_connector.config import ConnectorConfig
@@ -50,22 +51,23 @@ def check_server(vllm_config: Any) -> None:
         ConfigError: the role, a setting, the engine's set-up or a port cannot be used as given.
     """
     config = support.check(vllm_config)
-    require_secret(advertised(config.host), config.read_secret(), allow_insecure=config.allow_insecure)
+    host = advertised(config.host)
+    require_secret(host, config.read_secret(), allow_insecure=config.allow_insecure)
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError("VLLM_USE_RUST_FRONTEND: that HTTP server has no middleware, set it to 0")
     # Only in the first process: in its children the engine may run already, and hold these ports.
     if vllm_config.kv_transfer_config.kv_role == "kv_producer" and multiprocessing.parent_process() is None:
         if config.bootstrap_addr is None:
-            _check_free(config, "bootstrap_port")
-        _check_free(config, "side_channel_port")
-        _check_free(config, "transfer_port")
+            _check_free(host, config, "bootstrap_port")
+        _check_free(host, config, "side_channel_port")
+        _check_free(host, config, "transfer_port")
 
 
-def _check_free(config: ConnectorConfig, setting: str) -> None:
+def _check_free(host: Address, config: ConnectorConfig, setting: str) -> None:
     port = getattr(config, setting)
     if port == 0:
         return
-    address = Address.of(config.host, port, setting="host").resolved(setting="host")
+    address = replace(host, port=port)
     family = address.family
     assert family is not None, "resolved addresses are numeric"
     with socket.socket(family, socket.SOCK_STREAM) as probe:
