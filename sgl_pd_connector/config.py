@@ -34,8 +34,8 @@ MIN_SECRET = 16
 MIN_SILENCE = 2.0
 """Seconds: twice the period in which D and P hear of each other (`transfer.interest.RESUBSCRIBE`)."""
 
-# As a registration wants it (`wire.routes.Text`).
-_NAME = re.compile(r"[!-~]+")
+NAME = r"^[!-~]+$"
+"""What a name may consist of, here and in a registration."""
 
 # Environment variables with our prefix that are not settings of a connector.
 _ENV_NOT_SETTINGS = frozenset({"SGL_PD_CACHE", "SGL_PD_CPU_EMULATION", "SGL_PD_OPS_BACKEND"})
@@ -155,7 +155,7 @@ class ConnectorConfig(BaseModel):
     @field_validator("instance_id")
     @classmethod
     def _is_name(cls, value: str) -> str:
-        if not _NAME.fullmatch(value):
+        if not re.fullmatch(NAME, value):
             raise ValueError(
                 "must be printable ASCII without spaces: it goes into URLs, logs and metrics as it is"
             )

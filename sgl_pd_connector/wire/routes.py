@@ -13,6 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 
+from sgl_pd_connector.config import NAME
 from sgl_pd_connector.errors import ConfigError
 from sgl_pd_connector.wire.address import Address
 
@@ -55,7 +56,7 @@ def _depth(value: JsonValue) -> int:
     return 1 + max(map(_depth, children), default=0)
 
 
-Text = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
+Text = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME)]
 """Printable ASCII without spaces: names and digests go into URLs, logs and metrics as they are."""
 Reachable = Annotated[str, Field(max_length=80), AfterValidator(_reachable)]
 Size = Annotated[int, Field(ge=1, le=_MAX_SIZE)]
