@@ -272,12 +272,15 @@ class InterestTable:
         limit = self._timeouts.bootstrap_timeout
         if age <= limit:
             return None
-        cause: object = interest.lookup_error
-        if cause is None:
-            if interest.crossed_out:
-                cause = "those registered there were restarted or have refused the request"
-            else:
-                cause = "none is registered there" if interest.looked_up else "it has not answered"
+        cause: object
+        if interest.lookup_error is not None:
+            cause = interest.lookup_error
+        elif interest.crossed_out:
+            cause = "those registered there were restarted or have refused the request"
+        elif interest.looked_up:
+            cause = "none is registered there"
+        else:
+            cause = "it has not answered"
         return reasons.not_at_bootstrap(interest.key.room, interest.bootstrap_addr, cause, age, limit)
 
     def _overdue_at_p(self, interest: Interest, now: float) -> PDError | None:
